@@ -1,0 +1,1 @@
+"""What every layer may use: errors, settings, atomic files, the lazy registry, request types. Imports no torch."""

@@ -1,0 +1,129 @@
+"""Histories as compact arrays: what training, evaluation and the baselines read. Imports no torch.
+
+A history is a list of baskets in time order. Data without baskets is the special case in which each event is a basket of
+its own, so one representation serves both and "leave the last basket out" is "leave one out".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Kind = Literal["sequence", "basket"]
+FIT, VALIDATION, TEST, UNUSED = 0, 1, 2, -1
+Stage = Literal["validation", "test"]
+
+
+@dataclass(frozen=True, eq=False)
+class Histories:
+    """Events of all users, CSR by user, oldest first.
+
+    users: [U] user ids. offsets: int64 [U + 1] into the event arrays.
+    items: int32 [E] rows of the catalog. baskets: int32 [E] ordinal of the basket within its user, from 0, non-decreasing.
+    split: int8 [E], one of FIT, VALIDATION, TEST, UNUSED. kind: whether order inside a basket means nothing.
+    """
+
+    users: list[str]
+    offsets: np.ndarray
+    items: np.ndarray
+    baskets: np.ndarray
+    split: np.ndarray
+    num_items: int
+    kind: Kind
+
+    @property
+    def num_users(self) -> int:
+        return len(self.users)
+
+
+@dataclass(frozen=True, eq=False)
+class EvalSet:
+    """What one stage asks: each row a user with a history and the items that followed.
+
+    users: int64 [N] rows of Histories.users. items, baskets: int32 CSR by `offsets` int64 [N + 1]: the histories.
+    targets: int32 CSR by `target_offsets` int64 [N + 1], distinct within a row.
+    """
+
+    users: np.ndarray
+    offsets: np.ndarray
+    items: np.ndarray
+    baskets: np.ndarray
+    target_offsets: np.ndarray
+    targets: np.ndarray
+    num_items: int
+    kind: Kind
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def history(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Item rows and basket ordinals of one history, oldest first."""
+        part = slice(self.offsets[row], self.offsets[row + 1])
+        return self.items[part], self.baskets[part]
+
+    def target(self, row: int) -> np.ndarray:
+        """Target item rows of one user."""
+        return self.targets[self.target_offsets[row] : self.target_offsets[row + 1]]
+
+
+def select_events(histories: Histories, keep: np.ndarray) -> Histories:
+    """The same users with only the events where `keep` (bool [E]) holds."""
+    counts = np.zeros(histories.num_users + 1, np.int64)
+    owner = np.repeat(np.arange(histories.num_users), np.diff(histories.offsets))
+    np.add.at(counts, owner[keep] + 1, 1)
+    return Histories(
+        users=histories.users,
+        offsets=np.cumsum(counts),
+        items=histories.items[keep],
+        baskets=histories.baskets[keep],
+        split=histories.split[keep],
+        num_items=histories.num_items,
+        kind=histories.kind,
+    )
+
+
+def known_before(histories: Histories, stage: Stage) -> Histories:
+    """The events a model may have seen before `stage`: fit events, and for the test also validation."""
+    limit = VALIDATION if stage == "validation" else TEST
+    return select_events(histories, (histories.split >= FIT) & (histories.split < limit))
+
+
+def eval_set(histories: Histories, stage: Stage, *, only_new: bool = False) -> EvalSet:
+    """The users with a non-empty history before `stage` and at least one target in it.
+
+    only_new: targets already in the history leave, and with them users without any other (protocol «new»).
+    """
+    label = VALIDATION if stage == "validation" else TEST
+    users, past_items, past_baskets, targets = [], [], [], []
+    for user in range(histories.num_users):
+        part = slice(histories.offsets[user], histories.offsets[user + 1])
+        split, items = histories.split[part], histories.items[part]
+        past = (split >= FIT) & (split < label)
+        target = np.unique(items[split == label])
+        if only_new:
+            target = np.setdiff1d(target, items[past], assume_unique=False)
+        if len(target) and past.any():
+            users.append(user)
+            past_items.append(items[past])
+            past_baskets.append(histories.baskets[part][past])
+            targets.append(target)
+    return EvalSet(
+        users=np.array(users, np.int64),
+        offsets=_offsets(past_items),
+        items=_joined(past_items),
+        baskets=_joined(past_baskets),
+        target_offsets=_offsets(targets),
+        targets=_joined(targets),
+        num_items=histories.num_items,
+        kind=histories.kind,
+    )
+
+
+def _offsets(parts: list[np.ndarray]) -> np.ndarray:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
