@@ -1,7 +1,7 @@
 """Residual k-means: vectors in, codes out, and a guarantee that no two items share a SID. Imports no torch.
 
-Level l's codebook is fitted to what the levels before it left over. Codebooks are frozen afterwards: an item's codes depend
-on its vector, the codebooks, and which codes are taken, so new items are placed without moving the old ones.
+Level l's codebook is fitted to what the levels before it left over. Codebooks are frozen afterwards: an item's codes
+depend on its vector, the codebooks, and which codes are taken, so new items are placed without moving the old ones.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Codebooks:
 
 
 def choose_codebook_sizes(num_items: int, depth: int = 3) -> tuple[int, ...]:
-    """One power of two for every level, so that all but the last level have about one prefix per item (size² ≈ I at depth 3).
+    """One power of two for every level: about one prefix of length S − 1 per item (size² ≈ I at depth 3).
 
-    Then a prefix holds few items and the last level's codes, as many again, leave room to part them. Smaller codebooks
-    crowd the prefixes; larger ones have more codes than k-means has items to fit them to, so later levels fit noise, tokens
-    are seen too rarely to be learnt, and neighbours stop sharing a prefix. At depth 1 and 2, where that rule does not
-    leave room, the code space is about four times the catalog.
+    Then a prefix holds few items, and the last level's codes, as many again, leave room to part them. Smaller codebooks
+    crowd the prefixes; larger ones have more codes than k-means has items to fit them to, so later levels fit noise,
+    tokens are too rare to be learnt, and neighbours stop sharing a prefix. At depth 1 and 2, where that rule does
+    not leave room, the code space is about four times the catalog.
     """
     if num_items < 1 or depth < 1:
         raise ConfigError("codebook_sizes", f"Cannot choose sizes for {num_items} items and depth {depth}.")
@@ -103,7 +103,7 @@ def choose_codebook_sizes(num_items: int, depth: int = 3) -> tuple[int, ...]:
 def fit_codebooks(vectors: np.ndarray, sizes: tuple[int, ...], seed: int = 0) -> Codebooks:
     """Fits S codebooks to vectors float [I, D]: the same vectors, sizes and seed give the same bits.
 
-    A code that no item uses is moved to the item that is worst described, as long as different items are left to give it.
+    A code that no item uses is moved to the item that is worst described, while there are different items to give it.
     """
     vectors = np.asarray(vectors, np.float32)
     if vectors.ndim != 2 or 0 in vectors.shape:
@@ -131,11 +131,11 @@ def encode(vectors: np.ndarray, codebooks: Codebooks) -> tuple[np.ndarray, np.nd
 
 
 def assign_unique(vectors: np.ndarray, codebooks: Codebooks, taken: np.ndarray | None = None) -> np.ndarray:
-    """A SID of its own for each item: codes int32 [I, S], none repeated and none in `taken` (codes [T, S] of other items).
+    """A SID of its own for each item: codes int32 [I, S], none repeated, none in `taken` (codes [T, S] of other items).
 
-    Of the items that want one SID, the one nearest to what it stands for keeps it (the upper row in a tie). The others, again
-    nearest first, go down the levels taking the nearest code under which something is free: another last code of the same
-    prefix while there is one, then the next nearest prefix. Items in `taken` do not move.
+    Of the items that want one SID, the one nearest to what it stands for keeps it (the upper row in a tie). The others,
+    again nearest first, go down the levels by the nearest code under which something is free: another last code of the
+    same prefix while there is one, then the next nearest prefix. Items in `taken` do not move.
     """
     sizes = codebooks.sizes
     occupied = np.zeros(0, np.int64) if taken is None or len(taken) == 0 else np.unique(_keys(taken, sizes))
@@ -143,7 +143,7 @@ def assign_unique(vectors: np.ndarray, codebooks: Codebooks, taken: np.ndarray |
     if len(occupied) + len(vectors) > space:
         raise CatalogError(
             "sid_space_full",
-            f"{len(vectors)} items need SIDs and {len(occupied)} SIDs are taken, but codebooks {sizes} have only {space}.",
+            f"{len(vectors)} items need SIDs and {len(occupied)} are taken; codebooks {sizes} have only {space}.",
             "Prepare with larger --codebook-sizes or a greater --depth.",
         )
     codes, errors = encode(vectors, codebooks)
@@ -285,7 +285,7 @@ def _fit_level(points: np.ndarray, size: int, seed: int) -> np.ndarray:
         kmeans.train(np.ascontiguousarray(points))
     finally:
         faiss.omp_set_num_threads(threads)
-    return _reset_dead_codes(points, kmeans.centroids.reshape(size, -1).copy())
+    return _reset_dead_codes(points, np.array(kmeans.centroids, np.float32).reshape(size, -1))
 
 
 def _reset_dead_codes(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Item vectors: what a semantic ID is quantised from. Text, co-occurrence, both joined, a sentence model, or the user's own.
+"""Item vectors: what a semantic ID is quantised from. Text, co-occurrence, both joined, a sentence model, or one's own.
 
-Every function returns float32 [I, D], a row per item in the caller's order; a row of zeros says "nothing is known of this
-item". D may be smaller than `dim` when the data do not have as many directions. Imports no torch.
+Every function returns float32 [I, D], a row per item in the caller's order; a row of zeros says "nothing is known of
+this item". D may be smaller than `dim` when the data do not have as many directions. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def text_vectors(texts: Sequence[str | None], dim: int = 64, seed: int = 0) -> n
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     filled = [text or "" for text in texts]
-    # Words of one letter or digit stay ("A", "6"): in product names they tell variants apart. A pair seen once tells nothing.
+    # Words of one letter or digit stay ("A", "6"): they part variants of a product. A pair seen once tells nothing.
     vectorizer = TfidfVectorizer(
         ngram_range=(1, 2),
         sublinear_tf=True,
@@ -52,8 +52,8 @@ def text_vectors(texts: Sequence[str | None], dim: int = 64, seed: int = 0) -> n
 def cooccurrence_vectors(baskets: sparse.csr_matrix, dim: int = 64, seed: int = 0) -> np.ndarray:
     """Positive pointwise mutual information of items that share a basket, then truncated SVD (factors U·√S, unit rows).
 
-    baskets: CSR [B, I] of 0/1 (see `window_baskets` for sequences). A basket of n items counts each of its pairs 1/(n − 1),
-    so that an item weighs the same in every basket and a wholesaler's order of 500 lines does not drown the rest.
+    baskets: CSR [B, I] of 0/1 (see `window_baskets` for sequences). A basket of n items counts each of its pairs
+    1/(n − 1): an item weighs the same in every basket, and a wholesaler's order of 500 lines does not drown the rest.
     Items that never share a basket get a zero row.
     """
     present = sparse.csr_matrix(baskets, dtype=np.float64, copy=True)
@@ -80,7 +80,7 @@ def cooccurrence_vectors(baskets: sparse.csr_matrix, dim: int = 64, seed: int = 
 
 
 def window_baskets(offsets: np.ndarray, items: np.ndarray, num_items: int, window: int = 5) -> sparse.csr_matrix:
-    """Sequences as overlapping baskets: every run of `window` events of a user is one, so near items share more of them.
+    """Sequences as overlapping baskets: every run of `window` events of a user is one, so near items share more.
 
     offsets: int [U + 1] into items int [E]. A user with fewer events is one basket. Returns CSR [B, I] of 0/1.
     """
