@@ -33,17 +33,16 @@ def failure(code, call):
     return caught.value
 
 
-def test_gets_what_a_name_stands_for():
+def test_loads_what_a_name_stands_for():
     registry = Registry("number", {"fraction": "fractions:Fraction", "from_float": "fractions:Fraction.from_float"})
-    assert registry.get("fraction") is Fraction
-    assert registry.get("from_float")(0.5) == Fraction(1, 2)
+    assert registry.load("fraction") is Fraction
+    assert registry.load("from_float")(0.5) == Fraction(1, 2)
 
 
 def test_listing_and_asking_import_nothing(modules):
     module = modules("polyrec_test_lazy", "raise AssertionError('imported too early')")
     registry = Registry("model", {"b": f"{module}:B", "a": f"{module}:A"})
-    assert list(registry) == ["a", "b"]
-    assert len(registry) == 2
+    assert registry.names() == ["a", "b"]
     assert "a" in registry
     assert "c" not in registry
     assert registry.path("a") == f"{module}:A"
@@ -53,32 +52,32 @@ def test_listing_and_asking_import_nothing(modules):
 def test_one_broken_entry_does_not_stop_the_others(modules):
     broken = modules("polyrec_test_broken", "import polyrec_test_not_installed")
     registry = Registry("platform", {"good": "fractions:Fraction", "bad": f"{broken}:Backend"})
-    error = failure("registry_import_failed", lambda: registry.get("bad"))
+    error = failure("registry_import_failed", lambda: registry.load("bad"))
     assert isinstance(error.__cause__, ModuleNotFoundError)
     assert error.__cause__.name == "polyrec_test_not_installed"
     assert "polyrec_test_not_installed" in error.remedy
-    assert registry.get("good") is Fraction
+    assert registry.load("good") is Fraction
 
 
 def test_a_missing_module_and_a_missing_attribute_are_told_apart():
     registry = Registry(
         "model", {"m": "polyrec_test_absent:Model", "a": "fractions:Nothing", "deep": "fractions:Fraction.no"}
     )
-    assert "polyrec_test_absent" in str(failure("registry_import_failed", lambda: registry.get("m")))
+    assert "polyrec_test_absent" in str(failure("registry_import_failed", lambda: registry.load("m")))
     for name in ("a", "deep"):
-        error = failure("registry_attribute_missing", lambda name=name: registry.get(name))
+        error = failure("registry_attribute_missing", lambda name=name: registry.load(name))
         assert isinstance(error.__cause__, AttributeError)
 
 
 def test_an_error_inside_the_module_is_not_taken_for_a_missing_one(modules):
     module = modules("polyrec_test_faulty", "value = {}['key']")
     with pytest.raises(KeyError):
-        Registry("model", {"x": f"{module}:value"}).get("x")
+        Registry("model", {"x": f"{module}:value"}).load("x")
 
 
 def test_an_unknown_name_lists_the_known_and_the_closest():
     registry = Registry("platform", {"nvidia": "a:B", "ascend": "a:C"})
-    error = failure("registry_name_unknown", lambda: registry.get("nvidea"))
+    error = failure("registry_name_unknown", lambda: registry.load("nvidea"))
     assert "ascend, nvidia" in error.message
     assert "'nvidia'" in error.remedy
     assert "none" in failure("registry_name_unknown", lambda: Registry("model").path("x")).message
@@ -100,6 +99,6 @@ def test_a_malformed_path_is_refused_when_registered(path):
 
 def test_registries_share_nothing():
     first, second = Registry("model", {"x": "a:B"}), Registry("model")
-    assert list(second) == []
+    assert second.names() == []
     second.register("x", "c:D")
     assert first.path("x") == "a:B"

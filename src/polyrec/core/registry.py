@@ -7,7 +7,7 @@ the one who chooses it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import PolyrecError, closest
@@ -18,7 +18,7 @@ class RegistryError(PolyrecError):
 
 
 class Registry:
-    """Names of one kind ("platform", "model", "attention") -> `module:attribute`, imported when first got."""
+    """Names of one kind ("platform", "model", "attention") -> `module:attribute`, imported when first loaded."""
 
     def __init__(self, kind: str, paths: Mapping[str, str] | None = None) -> None:
         self.kind = kind
@@ -48,12 +48,12 @@ class Registry:
         if name not in self._paths:
             raise RegistryError(
                 "registry_name_unknown",
-                f"No {self.kind} is named '{name}'. Known: {', '.join(self) or 'none'}.",
+                f"No {self.kind} is named '{name}'. Known: {', '.join(self.names()) or 'none'}.",
                 closest(name, self._paths),
             )
         return self._paths[name]
 
-    def get(self, name: str) -> Any:
+    def load(self, name: str) -> Any:
         """Imports what a name stands for.
 
         `registry_import_failed` (its module, or one that it needs, did not import) and `registry_attribute_missing`
@@ -83,9 +83,6 @@ class Registry:
     def __contains__(self, name: object) -> bool:
         return name in self._paths
 
-    def __iter__(self) -> Iterator[str]:
-        """Names in alphabetical order; imports nothing."""
-        return iter(sorted(self._paths))
-
-    def __len__(self) -> int:
-        return len(self._paths)
+    def names(self) -> list[str]:
+        """All names in alphabetical order; imports nothing."""
+        return sorted(self._paths)
