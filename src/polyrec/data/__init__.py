@@ -1,1 +1,1 @@
-"""Events and items in, histories, splits and prompts out. This package's `__init__` imports nothing, torch least of all."""
+"""Events and items in, histories, splits and prompts out. This package's `__init__` imports nothing."""

@@ -1,7 +1,7 @@
 """Histories as compact arrays: what training, evaluation and the baselines read. Imports no torch.
 
-A history is a list of baskets in time order. Data without baskets is the special case in which each event is a basket of
-its own, so one representation serves both and "leave the last basket out" is "leave one out".
+A history is a list of baskets in time order. Data without baskets is the special case in which each event is a
+basket of its own, so one representation serves both and "leave the last basket out" is "leave one out".
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Histories:
     """Events of all users, CSR by user, oldest first.
 
     users: [U] user ids. offsets: int64 [U + 1] into the event arrays.
-    items: int32 [E] rows of the catalog. baskets: int32 [E] ordinal of the basket within its user, from 0, non-decreasing.
+    items: int32 [E] rows of the catalog. baskets: int32 [E] ordinal of the basket within its user, from 0,
+    non-decreasing.
     split: int8 [E], one of FIT, VALIDATION, TEST, UNUSED. kind: whether order inside a basket means nothing.
     """
 

@@ -1,0 +1,1 @@
+"""Data sets that ship with the project: a file each, the cleaning code beside it."""
