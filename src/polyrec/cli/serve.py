@@ -1,0 +1,65 @@
+"""`polyrec serve FOLDER`: flags to settings, then the server's process."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Platform(str, Enum):
+    """Platforms the engine runs on."""
+
+    auto = "auto"
+    cpu = "cpu"
+
+
+class LogLevel(str, Enum):
+    """Log levels, most talkative first."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(help="A model folder written by `polyrec train`.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but 127.0.0.1 needs --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one and prints it.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="POLYREC_API_KEY", show_default=False, help="Key that requests must carry."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered 429.")] = 256,
+    max_n: Annotated[int, typer.Option(help="Largest n and beam_width of a request.")] = 1024,
+    max_batch: Annotated[int, typer.Option(help="Most requests in one engine batch.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds a request may take before it is answered 504.")] = 30.0,
+    log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
+    hardware_platform: Annotated[Platform, typer.Option(help="Where the engine runs.")] = Platform.auto,
+    num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
+) -> None:
+    """Serve recommendations over HTTP.
+
+    Standard output gets {"url": …, "stage": "loading"} when the port is open and "ready" when requests are answered.
+    SIGTERM or Ctrl-C finishes the requests in flight, then ends.
+    """
+    from ..core.config import make_settings
+    from ..server.launch import run_server
+    from ..server.settings import ServerSettings
+
+    values = {
+        "host": host,
+        "port": port,
+        "api_key": api_key,
+        "max_queue": max_queue,
+        "max_n": max_n,
+        "max_batch": max_batch,
+        "timeout": timeout,
+        "log_level": log_level.value,
+        "hardware_platform": hardware_platform.value,
+        "num_threads": num_threads,
+    }
+    run_server(folder, make_settings(ServerSettings, values, where="polyrec serve"))

@@ -1,0 +1,156 @@
+"""The routes: read and check a body, queue it for the engine's own thread, wait without blocking others, answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp
+
+from .. import __version__
+from ..core.errors import RequestError
+from ..core.request import Recommendation
+from .auth import KeyCheck
+from .chat_schema import ChatAnswer, ChatBody
+from .context import RequestContext
+from .faults import add_fault_handlers, retry_after
+from .metrics import ServerMetrics
+from .schema import Body, ErrorAnswer, RecommendAnswer, RecommendBody, parse_body
+from .settings import ServerSettings
+from .state import ServerState, Service
+from .waiting import Deadline, read_body, wait_answer
+
+_SCHEMAS = "#/components/schemas/{model}"
+
+
+def create_app(state: ServerState, settings: ServerSettings) -> ASGIApp:
+    """The whole HTTP application over a state that becomes ready when the model is loaded."""
+    app = FastAPI(title="Polyrec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    metrics = ServerMetrics(state, settings.max_queue)
+    key = None if settings.api_key is None else settings.api_key.get_secret_value()
+    guarded = APIRouter(dependencies=[Depends(KeyCheck(key))])
+    _add_recommend(guarded, state, settings, metrics)
+    _add_chat(guarded, state, settings, metrics)
+    _add_models(guarded, state)
+    _add_metrics(guarded, metrics)
+    app.include_router(guarded)
+    _add_probes(app, state)
+    add_fault_handlers(app, state)
+    _describe_bodies(app)
+    return RequestContext(app, metrics)
+
+
+def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    @router.post("/v1/recommend", openapi_extra=_takes(RecommendBody), responses=_answers(RecommendAnswer))
+    async def recommend(request: Request) -> Response:
+        deadline = Deadline(settings.timeout)
+        service = _ready_service(state)
+        body = parse_body(RecommendBody, await read_body(request, settings.max_body_bytes, deadline))
+        future = service.loop.submit(body.to_request(settings.max_n))
+        answer = await wait_answer(future, request, deadline)
+        _note(request, metrics, answer)
+        timing_ms = round(deadline.elapsed * 1000, 3)
+        return _json(RecommendAnswer.of(answer, request_id=request.state.request_id, timing_ms=timing_ms))
+
+
+def _add_chat(router: APIRouter, state: ServerState, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    @router.post("/v1/chat/completions", openapi_extra=_takes(ChatBody), responses=_answers(ChatAnswer))
+    async def chat_completions(request: Request) -> Response:
+        deadline = Deadline(settings.timeout)
+        service = _ready_service(state)
+        body = parse_body(ChatBody, await read_body(request, settings.max_body_bytes, deadline))
+        body.check(settings.max_n, state.model_name, service.layout.depth)
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        token_ids = await run_in_threadpool(service.chat.token_ids, messages)
+        future = service.loop.submit_prompt(token_ids, body.n, body.beam_width)
+        answer = await wait_answer(future, request, deadline)
+        _note(request, metrics, answer)
+        return _json(
+            ChatAnswer.of(
+                answer,
+                request_id=request.state.request_id,
+                model=state.model_name,
+                num_prompt=len(token_ids),
+                depth=service.layout.depth,
+            )
+        )
+
+
+def _add_models(router: APIRouter, state: ServerState) -> None:
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": state.model_name, "object": "model", "created": state.created, "owned_by": "polyrec"}
+        return {"object": "list", "data": [model]}
+
+
+def _add_metrics(router: APIRouter, metrics: ServerMetrics) -> None:
+    @router.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_probes(app: FastAPI, state: ServerState) -> None:
+    """For an orchestrator: /health says the process lives, /ready that it answers. Neither asks for the key."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "version": __version__}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        stage = _Stage(stage=state.stage)
+        return _json(stage) if state.ready else _json(stage, 503, {"Retry-After": str(retry_after(state))})
+
+
+class _Stage(BaseModel):
+    stage: str
+
+
+def _ready_service(state: ServerState) -> Service:
+    if state.service is None:  # while draining, requests that still come in are answered
+        raise RequestError("not_ready", f"The server is {state.stage}.", "Ask /ready first; retry soon.", status=503)
+    return state.service
+
+
+def _note(request: Request, metrics: ServerMetrics, answer: Recommendation) -> None:
+    """Counts an answer and leaves its figures for the log line."""
+    metrics.answers.labels(answer.source).inc()
+    metrics.items.inc(len(answer.items))
+    metrics.unknown_items.inc(len(answer.unknown_items))
+    request.state.fields = {
+        "num_items": len(answer.items),
+        "num_unknown": len(answer.unknown_items),
+        "source": answer.source,
+    }
+
+
+def _json(value: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(value.model_dump_json(), status, headers=headers, media_type="application/json")
+
+
+def _takes(body: type[Body]) -> dict[str, Any]:
+    """Bodies are read by hand (limits, deadline, own errors), so the OpenAPI page has to be told about them."""
+    schema = {"$ref": _SCHEMAS.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": model}, "4XX": {"model": ErrorAnswer}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Adds the bodies' schemas to /openapi.json."""
+    _, definitions = models_json_schema(
+        [(RecommendBody, "validation"), (ChatBody, "validation")], ref_template=_SCHEMAS
+    )
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = described()
+        schema["components"]["schemas"].update(definitions["$defs"])
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

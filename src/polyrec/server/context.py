@@ -1,0 +1,78 @@
+"""The outermost layer of the app: a request id, the time taken, one log line and the metrics for every request."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .logs import FIELDS, LOGGER
+from .metrics import ServerMetrics
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines: logged at debug
+
+
+class RequestContext:
+    """Wraps the app, so that answers of its error handlers are counted and carry the id too.
+
+    Leaves `request_id` in the scope's state; the routes put `code` (an error's) and `fields` (for the log) there.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._logger = logging.getLogger(LOGGER)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request from its arrival to the end of its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id = _request_id(Headers(scope=scope).get("x-request-id"))
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - start
+            self._metrics.in_flight.dec()
+            self._metrics.observe(scope["path"], status, seconds)
+            if (code := state.get("code")) is not None:
+                self._metrics.errors.labels(code).inc()
+            self._log(scope, status, seconds)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+        level = logging.ERROR if status >= 500 and status != 503 else level
+        state, client = scope["state"], scope.get("client")
+        fields = {
+            "request_id": state["request_id"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "ms": round(seconds * 1000, 3),
+            "client": client[0] if client else None,
+            **({"code": state["code"]} if "code" in state else {}),
+            **state.get("fields", {}),
+        }
+        self._logger.log(level, "request", extra={FIELDS: fields})
+
+
+def _request_id(given: str | None) -> str:
+    """The client's id when it is short and plain (it goes into logs and a header), else a new one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,133 @@
+"""The server's process: socket, loading thread, uvicorn, signals, and the order in which all of it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..core.errors import ConfigError
+from .app import create_app
+from .loading import check_folder, load_service
+from .logs import FIELDS, LOGGER, configure_logs
+from .settings import ServerSettings
+from .state import DRAINING, ServerState, Service
+
+Load = Callable[[Path, ServerSettings, ServerState], Service]
+
+
+def run_server(folder: str | Path, settings: ServerSettings, load: Load = load_service) -> None:
+    """Serves `folder` until SIGTERM or SIGINT, then lets the requests in flight finish, and returns.
+
+    Standard output gets one JSON line when the port is open and one when requests are answered; logs go to standard
+    error. Raises PolyrecError when the folder or the address cannot be used, and what loading raised.
+    """
+    folder = Path(folder).resolve()
+    if load is load_service:
+        check_folder(folder)
+    configure_logs(settings.log_level)
+    state = ServerState(model_name=folder.name)
+    with _listen(settings.host, settings.port) as listener:
+        server = _Server(_uvicorn_config(create_app(state, settings), settings), state)
+        url = _url(settings.host, listener)
+        _tell(url, "loading")
+        with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
+            loading = loader.submit(load, folder, settings, state)
+            loading.add_done_callback(lambda done: _loaded(done, server, url))
+            with _signals_end(server):
+                server.run(sockets=[listener])
+    # The executor was left, so loading has ended and its future holds a service or an error.
+    service = loading.result()
+    service.loop.drain(settings.timeout)
+    logging.getLogger(LOGGER).info("stopped", extra={FIELDS: {"requests": service.loop.stats.get("requests", 0)}})
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells /ready when it begins to drain."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self.served = state
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: stop accepting and finish what is in flight. A second SIGINT: stop at once."""
+        self.served.stage = DRAINING
+        super().handle_exit(sig, frame)
+
+
+def _loaded(loading: Future[Service], server: _Server, url: str) -> None:
+    """Runs in the loading thread: opens the service, or ends the server when loading failed."""
+    if loading.exception() is not None:
+        server.should_exit = True
+    elif server.served.stage != DRAINING:
+        server.served.serve(loading.result())
+        _tell(url, "ready")
+
+
+def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=75,
+        # Every request has its own deadline; this only ends clients that read their answer too slowly.
+        timeout_graceful_shutdown=math.ceil(settings.timeout) + 5,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket; a used port or an unknown host is a ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError("host_unknown", f"Cannot listen on '{host}': {error}.", "Check --host.") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            "address_unusable",
+            f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}.",
+            "Choose another --port (0: any free one) or --host.",
+        ) from error
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _tell(url: str, stage: str) -> None:
+    print(json.dumps({"url": url, "stage": stage}), flush=True)
+
+
+@contextmanager
+def _signals_end(server: _Server) -> Iterator[None]:
+    """While inside, SIGTERM and SIGINT end `server`, also before and after uvicorn's own handlers are in place.
+
+    uvicorn raises the signals it caught again when it has ended, for the handlers that were there before; Python's own
+    would end this process with the signal instead of with exit code 0. Outside, a signal kills as usual.
+    """
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

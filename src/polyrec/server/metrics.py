@@ -1,0 +1,88 @@
+"""What /metrics shows. One registry per app; the engine's figures are read from its loop when asked.
+
+docs/server.md lists every metric; a test compares that list with this file's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from .state import ServerState
+
+ENDPOINTS = ("/v1/recommend", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_ENGINE_COUNTERS = (
+    ("requests", "polyrec_engine_requests", "Requests the engine finished."),
+    ("batches", "polyrec_engine_batches", "Batches the engine ran."),
+    ("prompt_tokens", "polyrec_engine_prompt_tokens", "Prompt tokens the engine read."),
+    ("seconds_busy", "polyrec_engine_busy_seconds", "Seconds the engine spent on batches."),
+)
+
+
+class ServerMetrics:
+    """The counters the routes write, and a collector that reads the engine."""
+
+    def __init__(self, state: ServerState, max_queue: int) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "polyrec_http_requests", "Answered HTTP requests.", ["endpoint", "status"], registry=self.registry
+        )
+        self.seconds = Histogram(
+            "polyrec_http_request_seconds",
+            "Seconds from a request's arrival to the end of its answer.",
+            ["endpoint"],
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        self.in_flight = Gauge("polyrec_http_requests_in_flight", "Requests not yet answered.", registry=self.registry)
+        self.errors = Counter("polyrec_errors", "Refused or failed requests by code.", ["code"], registry=self.registry)
+        self.answers = Counter(
+            "polyrec_recommendations", "Recommendations by what chose the items.", ["source"], registry=self.registry
+        )
+        self.items = Counter("polyrec_items_returned", "Items in those recommendations.", registry=self.registry)
+        self.unknown_items = Counter(
+            "polyrec_unknown_items", "History items not in the catalog, dropped.", registry=self.registry
+        )
+        self.registry.register(_EngineCollector(state, max_queue))
+        ProcessCollector(registry=self.registry)
+
+    def observe(self, path: str, status: int, seconds: float) -> None:
+        """Counts one answered request; unknown paths share one label, so a scanner cannot grow the registry."""
+        endpoint = path if path in ENDPOINTS else "other"
+        self.requests.labels(endpoint, str(status)).inc()
+        self.seconds.labels(endpoint).observe(seconds)
+
+    def render(self) -> bytes:
+        """The registry in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine loop's own figures at the moment of asking."""
+
+    def __init__(self, state: ServerState, max_queue: int) -> None:
+        self._state = state
+        self._max_queue = max_queue
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names are known only by collecting, and no other collector uses these."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per engine figure; before the engine is loaded its counters are 0."""
+        service = self._state.service
+        info = GaugeMetricFamily("polyrec_build_info", "Always 1; the label tells the version.", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+        yield GaugeMetricFamily("polyrec_ready", "1 when requests are answered.", value=int(self._state.ready))
+        depth = service.loop.depth if service else 0
+        yield GaugeMetricFamily("polyrec_queue_depth", "Requests waiting for the engine.", value=depth)
+        yield GaugeMetricFamily("polyrec_queue_limit", "Requests that may wait (--max-queue).", value=self._max_queue)
+        stats = service.loop.stats if service else {}
+        for key, name, text in _ENGINE_COUNTERS:
+            yield CounterMetricFamily(name, text, value=stats.get(key, 0))

@@ -1,0 +1,186 @@
+"""What goes over the wire: request bodies (unknown keys refused, types strict), answers, and how a fault is told.
+
+Limits that depend on the server's settings (max_n) are checked in `checked_width`; the rest stands on the fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from ..core.errors import RequestError, closest
+from ..core.request import Recommendation, RecommendRequest, ScoreRule
+
+MAX_HISTORY = 10_000  # items, baskets' members counted; the prompt keeps the newest that fit
+MAX_ITEM_CHARS = 512
+MAX_LISTED = 1_000_000  # exclude and allow; the body limit is met first in practice
+
+
+def _check_item(value: object, where: str) -> None:
+    if not isinstance(value, str):
+        raise PydanticCustomError("item_type", "{where} must be a string (an item id or a SID)", {"where": where})
+    if not value or len(value) > MAX_ITEM_CHARS:
+        limit = {"where": where, "limit": MAX_ITEM_CHARS}
+        raise PydanticCustomError("item_length", "{where} must have 1 to {limit} characters", limit)
+
+
+def _check_history(value: object) -> object:
+    """Own messages instead of a union's, which would tell one fault once per alternative."""
+    if not isinstance(value, list):
+        raise PydanticCustomError("history_type", "must be a list of item ids or SIDs, or of lists of them (baskets)")
+    if not value or all(entry == [] for entry in value):
+        raise PydanticCustomError("history_empty", "holds no item")
+    num_items = 0
+    for index, entry in enumerate(value):
+        members = entry if isinstance(entry, list) else [entry]
+        num_items += len(members)
+        if num_items > MAX_HISTORY:
+            raise PydanticCustomError("history_too_long", "holds more than {limit} items", {"limit": MAX_HISTORY})
+        for place, member in enumerate(members):
+            _check_item(member, f"history[{index}]" + (f"[{place}]" if isinstance(entry, list) else ""))
+    return [entry for entry in value if entry != []]
+
+
+History = Annotated[list[str | list[str]], BeforeValidator(_check_history)]
+ItemId = Annotated[str, Field(min_length=1, max_length=MAX_ITEM_CHARS)]
+ItemList = Annotated[list[ItemId], Field(max_length=MAX_LISTED)]
+
+
+class Body(BaseModel):
+    """Base of the request bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RecommendBody(Body):
+    """POST /v1/recommend; the fields mean what they mean in core.request.RecommendRequest."""
+
+    history: History
+    n: int = 10
+    beam_width: int | None = None
+    exclude: ItemList = []
+    allow: ItemList | None = None
+    exclude_seen: bool = False
+    unknown: Literal["drop", "error"] = "drop"
+    cold: Literal["popular", "error"] = "popular"
+
+    def to_request(self, max_n: int) -> RecommendRequest:
+        """The engine's request, its width checked against the server's limit."""
+        checked_width(self.n, self.beam_width, max_n)
+        if self.allow is not None and not self.allow:
+            raise RequestError("allow_empty", "'allow' is an empty list: no item may be returned.", "Leave it out.")
+        return RecommendRequest(
+            history=self.history,
+            n=self.n,
+            beam_width=self.beam_width,
+            exclude=self.exclude,
+            allow=self.allow,
+            exclude_seen=self.exclude_seen,
+            unknown=self.unknown,
+            cold=self.cold,
+        )
+
+
+class AnswerItem(BaseModel):
+    """One recommended item; rank counts from 1."""
+
+    rank: int
+    item_id: str
+    score: float
+    sid: str
+    name: str | None
+
+
+class RecommendAnswer(BaseModel):
+    """The answer of /v1/recommend; timing_ms runs from the request's arrival to its answer."""
+
+    request_id: str
+    items: list[AnswerItem]
+    score_rule: ScoreRule
+    source: Literal["model", "popularity"]
+    unknown_items: list[str]
+    timing_ms: float
+
+    @classmethod
+    def of(cls, answer: Recommendation, *, request_id: str, timing_ms: float) -> RecommendAnswer:
+        """The engine's answer in the wire's shape."""
+        return cls(
+            request_id=request_id,
+            items=[
+                AnswerItem(rank=rank, item_id=item.item_id, score=item.score, sid=item.sid, name=item.name)
+                for rank, item in enumerate(answer.items, start=1)
+            ],
+            score_rule=answer.score_rule,
+            source=answer.source,
+            unknown_items=list(answer.unknown_items),
+            timing_ms=timing_ms,
+        )
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, for a machine (code) and for a person."""
+
+    code: str
+    message: str
+    remedy: str
+    request_id: str
+
+
+class ErrorAnswer(BaseModel):
+    """The answer of every refused request."""
+
+    error: ErrorDetail
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse_body(cls: type[B], body: bytes) -> B:
+    """Bytes -> a checked body; a fault becomes a RequestError that names the keys at fault."""
+    try:
+        return cls.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(cls, error) from error
+
+
+def checked_width(n: int, beam_width: int | None, max_n: int) -> None:
+    """n within 1…max_n, beam_width within n…max_n."""
+    if not 1 <= n <= max_n:
+        raise RequestError("n_out_of_range", f"n is {n}; this server allows 1 to {max_n}.", "Correct n.")
+    if beam_width is not None and not n <= beam_width <= max_n:
+        raise RequestError(
+            "beam_width_out_of_range",
+            f"beam_width is {beam_width}; it must be at least n = {n} and at most {max_n}.",
+            "Correct beam_width, or leave it out.",
+        )
+
+
+_CODES = {
+    "json_invalid": ("json_invalid", "Send one JSON object, UTF-8 encoded."),
+    "extra_forbidden": ("unknown_key", "Remove or rename the key."),
+    "missing": ("missing_key", "Add the key."),
+    "history_empty": ("history_empty", "Send at least one item; for a new user, send what they look at now."),
+    "history_too_long": ("history_too_long", "Send the newest part; the model reads only what fits its prompt."),
+    "item_type": ("value_invalid", 'Write item ids and SIDs as JSON strings, numbers too: "42".'),
+}
+
+
+def _refusal(cls: type[Body], error: ValidationError) -> RequestError:
+    """The first fault gives the code; up to three are told."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    code, remedy = _CODES.get(faults[0]["type"], ("value_invalid", "Correct the value; docs/server.md lists the keys."))
+    told = [_tell(cls, fault) for fault in faults[:3]]
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return RequestError(code, "; ".join(told) + more + ".", remedy)
+
+
+def _tell(cls: type[Body], fault: Any) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    if fault["type"] == "extra_forbidden":
+        known = f" ({closest(path, cls.model_fields)})" if len(fault["loc"]) == 1 else ""
+        return f"Unknown key '{path[:80]}'{known}"
+    if fault["type"] in ("item_type", "item_length"):
+        return str(fault["msg"])
+    return f"'{path[:80]}': {fault['msg']}" if path else str(fault["msg"])

@@ -1,0 +1,67 @@
+"""What the server knows about its engine: the loading stage, then the loaded service, written by the loading thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..core.request import Recommendation, RecommendRequest
+from ..sid.layout import SidLayout
+
+if TYPE_CHECKING:
+    from .chat import ChatPrompt
+
+READY, DRAINING = "ready", "draining"
+
+
+class Loop(Protocol):
+    """The part of engine.loop.EngineLoop that the server uses."""
+
+    def submit(self, request: RecommendRequest) -> Future[Recommendation]:
+        """Queues a request; RequestError `queue_full` (429) when too many wait."""
+
+    def submit_prompt(self, token_ids: list[int], n: int, beam_width: int | None = None) -> Future[Recommendation]:
+        """Queues a prompt that ends with `<|sid_begin|>`."""
+
+    def drain(self, timeout: float | None = None) -> object:
+        """Finishes what is queued, then ends the thread."""
+
+    @property
+    def depth(self) -> int:
+        """Requests waiting."""
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Counters: requests, batches, prompt_tokens, seconds_busy."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A loaded model, ready to answer."""
+
+    loop: Loop
+    layout: SidLayout
+    chat: ChatPrompt
+
+
+@dataclass
+class ServerState:
+    """model_name: how the model is called on the wire. stage: what /ready tells. service: None until loaded."""
+
+    model_name: str
+    stage: str = "starting"
+    service: Service | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def ready(self) -> bool:
+        """Whether recommendation requests are answered."""
+        return self.service is not None and self.stage == READY
+
+    def serve(self, service: Service) -> None:
+        """Opens the server for requests."""
+        self.service = service
+        self.stage = READY

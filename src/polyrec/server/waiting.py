@@ -1,0 +1,107 @@
+"""Waiting for a client's body and for the engine's answer, while the client may leave and the clock runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from ..core.errors import RequestError
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Counts a request's seconds from its arrival."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since arrival."""
+        return time.perf_counter() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.seconds - self.elapsed)
+
+
+async def read_body(request: Request, limit: int, deadline: Deadline) -> bytes:
+    """The whole body; refuses another content type (415), more than `limit` bytes (413), and slow senders (408)."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise RequestError(
+            "content_type_unsupported",
+            f"The body's type is '{content_type[:80]}'.",
+            "Send the header 'Content-Type: application/json'.",
+            status=415,
+        )
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(limit)
+    try:
+        return await asyncio.wait_for(_receive_body(request, limit), deadline.left)
+    except asyncio.TimeoutError:
+        raise RequestError(
+            "body_too_slow",
+            f"The body did not arrive within {deadline.seconds:g} s.",
+            "Send it faster, or raise --timeout.",
+            status=408,
+        ) from None
+
+
+async def wait_answer(future: Future[T], request: Request, deadline: Deadline) -> T:
+    """The engine's answer; when the client leaves (499) or the time is over (504) the engine's request is cancelled.
+
+    Call it after the whole body was read: from then on the only message a client can send is its leaving.
+    """
+    answer = asyncio.wrap_future(future)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        first: set[asyncio.Future[Any]] = {answer, leaving}
+        await asyncio.wait(first, timeout=deadline.left, return_when=asyncio.FIRST_COMPLETED)
+        if answer.cancelled():
+            raise RequestError("shutting_down", "The server is shutting down.", "Ask again elsewhere.", status=503)
+        if answer.done():
+            return answer.result()
+        if leaving.done():
+            raise client_left()
+        raise RequestError(
+            "deadline_exceeded",
+            f"No answer within {deadline.seconds:g} s.",
+            "Ask for fewer items, send fewer requests at a time, or raise --timeout.",
+            status=504,
+        )
+    finally:
+        leaving.cancel()
+        answer.cancel()  # reaches the engine's future too; without effect on one that is done
+
+
+def client_left() -> RequestError:
+    """Nobody reads this answer; it is how logs and metrics name the case."""
+    return RequestError("client_left", "The client closed the connection.", status=499)
+
+
+async def _receive_body(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect as error:
+        raise client_left() from error
+    return bytes(body)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        "body_too_large", f"The body has more than {limit} bytes.", "Send a shorter history or fewer items.", status=413
+    )
