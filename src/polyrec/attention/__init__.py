@@ -1,0 +1,1 @@
+"""Ways to compute attention, each a set of plans that fulfil `hardware.base.attention.AttentionPlan`."""

@@ -1,0 +1,69 @@
+"""From a history to the token ids of a prompt: the one builder for training, evaluation and serving. Imports no torch.
+
+A prompt is the history's SIDs, oldest first, and ends with the forced `<|sid_begin|>`, after which the next item's SID is due.
+With `basket_token`, `<|sid_begin|>` also stands before each basket of the history, so that the end of a prompt looks to the
+model like the start of every earlier basket did.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..core.config import Settings
+from ..core.files import value_digest
+from ..sid.layout import SidLayout
+
+
+class PromptConfig(Settings):
+    """max_items: longest history. block: the oldest items leave this many at a time, so that prefixes stay stable and cached.
+    basket_token: `<|sid_begin|>` before each basket."""
+
+    max_items: int = 40
+    block: int = 1
+    basket_token: bool = True
+
+    @property
+    def digest(self) -> str:
+        """Changes whenever a prompt would."""
+        return value_digest({"name": "sid-history", **self.model_dump()})
+
+
+def num_dropped(num_items: int, config: PromptConfig) -> int:
+    """How many of the oldest items a history of `num_items` loses: the one rule of cutting, for every path."""
+    over = max(0, num_items - config.max_items)
+    return -(-over // config.block) * config.block
+
+
+class PromptBuilder:
+    """Builds prompts of one layout and config."""
+
+    def __init__(self, layout: SidLayout, config: PromptConfig) -> None:
+        self.layout = layout
+        self.config = config
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt."""
+        return self.config.max_items * (self.layout.depth + int(self.config.basket_token)) + 1
+
+    def build(self, codes: np.ndarray, baskets: np.ndarray) -> np.ndarray:
+        """codes int [N, S] oldest first, baskets int [N] non-decreasing -> token ids int64 [T]."""
+        dropped = num_dropped(len(codes), self.config)
+        tokens = self.layout.tokens(codes[dropped:])
+        begin = np.array([self.layout.begin], np.int64)
+        if not self.config.basket_token:
+            return np.concatenate([tokens.reshape(-1), begin])
+        opens = basket_starts(baskets[dropped:])
+        # Each item takes S places, and one more where it opens a basket.
+        end = np.cumsum(self.layout.depth + opens)
+        ids = np.full(int(end[-1]) + 1 if len(end) else 1, self.layout.begin, np.int64)
+        places = end[:, None] - self.layout.depth + np.arange(self.layout.depth)
+        ids[places] = tokens
+        return ids
+
+
+def basket_starts(baskets: np.ndarray) -> np.ndarray:
+    """bool [N]: True at the first item of each basket."""
+    opens = np.ones(len(baskets), bool)
+    opens[1:] = baskets[1:] != baskets[:-1]
+    return opens

@@ -1,0 +1,1 @@
+"""From requests to ranked items: scheduling, batching, the search, and the recommender around them."""

@@ -1,0 +1,31 @@
+"""The CPU's graph calls the function: the engine's graph path is the same with and without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...base.graph import CapturedGraph, Graph, States
+
+
+class CpuCapturedGraph(CapturedGraph):
+    """Holds the function; replay calls it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def replay(self) -> Any:
+        return self._function()
+
+    def update(self, states: States) -> None:
+        """Nothing to do: the function reads its buffers anew."""
+
+
+class CpuGraph(Graph):
+    """Captures nothing, so nothing limits it."""
+
+    def capture(self, function: Callable[[], Any], pool: object | None = None) -> CapturedGraph:
+        return CpuCapturedGraph(function)
+
+    def budget(self) -> int | None:
+        return None

@@ -1,0 +1,1 @@
+"""Where the keys and values of prompts live."""

@@ -1,0 +1,51 @@
+"""The attention block: one QKV product, per-head norms and rotation, the batch's plan, the output product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..hardware.base.attention import AttentionPlan
+from ..hardware.ops import PlatformOps
+from .linear import Linear
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normalised queries and keys (Qwen3). layer: its number, which the plan asks for."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        eps: float,
+        bias: bool,
+        ops: PlatformOps,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = head_dim
+        self.eps = eps
+        sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        self.qkv_proj = Linear(hidden_size, sizes, bias=bias, ops=ops.linear)
+        self.q_norm = HeadNorm(head_dim)
+        self.k_norm = HeadNorm(head_dim)
+        self.o_proj = Linear(num_heads * head_dim, (hidden_size,), bias=bias, ops=ops.linear)
+        self._qk_norm_rotary = ops.rope.qk_norm_rotary
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        parts = self.qkv_proj(x).split(self.qkv_proj.parts, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        query, key = self._qk_norm_rotary(query, key, self.q_norm.weight, self.k_norm.weight, *angles, self.eps)
+        return self.o_proj(plan.run(self.layer, query, key, value))
+
+
+class HeadNorm(nn.Module):
+    """The weight of a per-head norm; the fused op applies it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))

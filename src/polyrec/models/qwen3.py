@@ -1,0 +1,148 @@
+"""Qwen3 as a recommender's decoder: one model class for training and serving (Qwen team, 2025; layout of Hugging Face's).
+
+Fused QKV and gate_up products, per-head norms on queries and keys, rotary positions, grouped-query attention, and the pair
+(hidden, residual) through the stack. What a token may attend to is the plan's business, not the model's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.config import Settings
+from ..core.errors import CheckpointError
+from ..hardware.base.attention import AttentionPlan
+from ..hardware.ops import PlatformOps
+from ..layers.attention import Attention
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..layers.rotary import RotaryAngles
+from .spec import ModelSpec
+
+
+class Qwen3Config(Settings):
+    """Sizes, named as in Hugging Face's config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    initializer_range: float = 0.02
+
+
+def read_config(values: dict[str, Any]) -> Qwen3Config:
+    """From a Hugging Face config.json; features this model does not have are refused, never ignored."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    refused = {
+        "use_sliding_window": values.get("use_sliding_window", False),
+        "rope type": rope.get("rope_type", "default") not in ("default", None),
+        "hidden_act": values.get("hidden_act", "silu") != "silu",
+        "quantization_config": values.get("quantization_config") is not None,
+    }
+    if any(refused.values()):
+        names = ", ".join(name for name, given in refused.items() if given)
+        raise CheckpointError(
+            "model_feature_missing",
+            f"This Qwen3 checkpoint uses features that are not implemented: {names}.",
+            "Use a checkpoint without them.",
+        )
+    fields = {name: values[name] for name in Qwen3Config.model_fields if values.get(name) is not None}
+    if "rope_theta" in rope:
+        fields["rope_theta"] = rope["rope_theta"]
+    fields.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    return Qwen3Config(**fields)
+
+
+def write_config(config: Qwen3Config) -> dict[str, Any]:
+    """To a Hugging Face config.json (both spellings of the rotary base, for transformers 4 and 5)."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **config.model_dump(),
+    }
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind the norm that also adds to the residual stream."""
+
+    def __init__(self, config: Qwen3Config, layer: int, ops: PlatformOps) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)
+        self.self_attn = Attention(
+            layer,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            eps=config.rms_norm_eps,
+            bias=config.attention_bias,
+            ops=ops,
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops=ops)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, angles, plan)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3(nn.Module):
+    """Token ids -> last hidden states; `head_weight` turns those into logits (tied to the embedding or not)."""
+
+    def __init__(self, config: Qwen3Config, ops: PlatformOps) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, ops) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)
+        self.rotary = RotaryAngles(config.head_dim, config.rope_theta)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]."""
+        angles = self.rotary(positions)
+        hidden, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, angles, plan)
+        return self.norm(hidden, residual)[0]
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Normal weights of the config's spread; norms one, biases zero."""
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=self.config.initializer_range, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+
+SPEC = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    build=Qwen3,
+    read_config=read_config,
+    write_config=write_config,
+    merged={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+)

@@ -1,0 +1,113 @@
+"""Our Qwen3 equals transformers' in logits and gradients, and both read what either saves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from polyrec.attention.sdpa import PackedPlan, packed_layout
+from polyrec.core.errors import CheckpointError
+from polyrec.hardware import get_hardware_backend
+from polyrec.models import checkpoint
+from polyrec.models.qwen3 import SPEC, read_config
+
+
+def random_config(rng: np.random.Generator, *, tied: bool, bias: bool) -> transformers.Qwen3Config:
+    kv_heads = int(rng.integers(1, 4))
+    return transformers.Qwen3Config(
+        vocab_size=int(rng.integers(50, 120)),
+        hidden_size=16 * int(rng.integers(1, 4)),
+        intermediate_size=8 * int(rng.integers(2, 8)),
+        num_hidden_layers=int(rng.integers(1, 4)),
+        num_attention_heads=kv_heads * int(rng.integers(1, 4)),
+        num_key_value_heads=kv_heads,
+        head_dim=2 * int(rng.integers(4, 12)),
+        tie_word_embeddings=tied,
+        attention_bias=bias,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rng.choice([1e4, 1e6]))},
+        architectures=["Qwen3ForCausalLM"],
+    )
+
+
+def theirs_and_ours(config, folder):
+    theirs = transformers.Qwen3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.normal_(std=0.3)  # norms and biases too, so that none hides behind a one or a zero
+    theirs.save_pretrained(folder)
+    return theirs, checkpoint.load_model(folder, get_hardware_backend())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_and_gradients_equal_transformers(seed, tied, tmp_path):
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    theirs, ours = theirs_and_ours(random_config(rng, tied=tied, bias=seed % 2 == 1), tmp_path)
+    lengths = torch.from_numpy(rng.integers(1, 12, size=3))
+    ids = torch.from_numpy(rng.integers(0, theirs.config.vocab_size, size=int(lengths.sum())))
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    hidden = ours(ids, positions, PackedPlan(packed_layout(lengths)))
+    logits = hidden @ ours.head_weight.T
+    expected = torch.cat([theirs(part[None]).logits[0] for part in ids.split(lengths.tolist())])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
+
+    weight = torch.randn_like(expected)
+    (logits * weight).sum().backward()
+    (expected * weight).sum().backward()
+    ours_by_name = gradients(ours)
+    for name, parameter in theirs.named_parameters():
+        scale = parameter.grad.abs().max()
+        torch.testing.assert_close(ours_by_name[name] / scale, parameter.grad / scale, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def gradients(model):
+    """Our gradients under Hugging Face's names."""
+    with torch.no_grad():
+        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+        views = {name: view.clone() for name, view in checkpoint.hf_views(model, SPEC).items()}
+        for name, parameter in model.named_parameters():
+            parameter.copy_(kept[name])
+    return views
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_what_we_save(tied, tmp_path):
+    torch.manual_seed(3)
+    config = random_config(np.random.default_rng(3), tied=tied, bias=False)
+    theirs, ours = theirs_and_ours(config, tmp_path / "theirs")
+    checkpoint.save_model(ours, SPEC, tmp_path / "ours")
+    again, report = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids = torch.arange(7)[None]
+    torch.testing.assert_close(again.float()(ids).logits, theirs(ids).logits, rtol=0, atol=0)
+    assert read_config(checkpoint.read_config(tmp_path / "ours")) == ours.config
+
+
+@pytest.mark.parametrize("change", [{"use_sliding_window": True}, {"hidden_act": "gelu"}])
+def test_a_feature_we_lack_is_refused(change):
+    values = {**random_config(np.random.default_rng(0), tied=True, bias=False).to_dict(), **change}
+    with pytest.raises(CheckpointError) as error:
+        read_config(values)
+    assert error.value.code == "model_feature_missing"
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    torch.manual_seed(0)
+    _, ours = theirs_and_ours(random_config(np.random.default_rng(1), tied=True, bias=False), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "whole.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        checkpoint.load_model(tmp_path, get_hardware_backend())
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "whole.safetensors")
+    weights.pop("model.norm.weight")
+    save_file({**weights, "model.extra": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 weights missing .*norm.*1 unexpected .*extra"):
+        checkpoint.load_model(tmp_path, get_hardware_backend())
+    assert ours.config.num_hidden_layers >= 1
