@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from scipy import sparse
 
 from ..core.config import Settings
@@ -34,7 +34,6 @@ from .splits import Split
 
 PREPARED = "prepare.json"
 FORMAT = 1  # of the prepared folder; a folder of another number is made anew
-BASKET_TOKEN = "<|basket|>"  # opens a basket in a prompt
 VECTOR_KINDS = ("auto", "text", "cooccurrence", "joined", "sentence-transformers")
 STEPS = ("histories", "item vectors", "codebooks", "unique SIDs", "quality report", "files")
 SOURCE_FIELDS = {"dataset", "events", "items", "format", "encoding", "time_format", "columns", "strict_data"}
@@ -78,12 +77,23 @@ class PrepareConfig(Settings):
             values = {"depth": len(values["codebook_sizes"])} | values
         return values
 
+    @field_validator("vectors")
+    @classmethod
+    def _known_vectors(cls, value: str) -> str:
+        if value not in VECTOR_KINDS and not value.endswith(".npy"):
+            raise ValueError(f"must be one of {', '.join(VECTOR_KINDS)}, or the path of a .npy")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> PrepareConfig:
-        if self.codebook_sizes is not None and len(self.codebook_sizes) != self.depth:
-            raise ValueError(f"{len(self.codebook_sizes)} codebook sizes do not fit depth {self.depth}")
-        if self.vectors not in VECTOR_KINDS and not self.vectors.endswith(".npy"):
-            raise ValueError(f"vectors must be one of {', '.join(VECTOR_KINDS)} or the path of a .npy")
+        if self.codebook_sizes is not None:
+            code_space(self.codebook_sizes)
+            if len(self.codebook_sizes) != self.depth:
+                raise ConfigError(
+                    "codebook_sizes",
+                    f"{len(self.codebook_sizes)} codebook sizes do not make SIDs of depth {self.depth}.",
+                    "Give one size per level, or leave out one of --depth and --codebook-sizes.",
+                )
         return self
 
 
@@ -136,6 +146,15 @@ def plan(dataset: Dataset, config: PrepareConfig) -> dict[str, Any]:
     }
 
 
+def check_out(out: str | Path) -> None:
+    """A ConfigError when `out` is a file or a folder of something else, which must not be replaced."""
+    out = Path(out)
+    if out.is_file() or (out.is_dir() and not (out / PREPARED).is_file() and any(out.iterdir())):
+        raise ConfigError(
+            "out_occupied", f"{out} exists and is not a prepared folder.", "Name a new or empty folder with --out."
+        )
+
+
 def is_prepared(dataset: Dataset, out: str | Path, config: PrepareConfig) -> bool:
     """Whether `out` already holds exactly what this data set and config would give."""
     path = Path(out) / PREPARED
@@ -157,10 +176,7 @@ def prepare(
     """
     config, out = config or PrepareConfig(), Path(out)
     step = on_step or (lambda name: None)
-    if out.is_file() or (out.is_dir() and not (out / PREPARED).is_file() and any(out.iterdir())):
-        raise ConfigError(
-            "out_occupied", f"{out} exists and is not a prepared folder.", "Name a new or empty folder with --out."
-        )
+    check_out(out)
     if not force and is_prepared(dataset, out, config):
         return out
     facts = plan(dataset, config)
@@ -180,7 +196,7 @@ def prepare(
         counts=np.bincount(known.items, minlength=len(codes)),
     )
     if config.tokenizer is None:
-        tokenizer = build_tokenizer(codebooks.sizes, [BASKET_TOKEN])
+        tokenizer = build_tokenizer(codebooks.sizes)
     else:
         tokenizer = extend_tokenizer(config.tokenizer, codebooks.sizes)
     step("quality report")
