@@ -36,9 +36,9 @@ def run_server(folder: str | Path, settings: ServerSettings, load: Load = load_s
     folder = Path(folder).resolve()
     if load is load_service:
         check_folder(folder)
-    configure_logs(settings.log_level)
     state = ServerState(model_name=folder.name)
     with _listen(settings.host, settings.port) as listener:
+        configure_logs(settings.log_level)
         server = _Server(_uvicorn_config(create_app(state, settings), settings), state)
         url = _url(settings.host, listener)
         _tell(url, "loading")

@@ -1,0 +1,91 @@
+"""Starting a server as a process, reading its lines, ending it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).parent
+
+
+class ServerProcess:
+    """url: where it listens. Standard error goes to a file, so that the process never waits for a reader."""
+
+    def __init__(self, command: list[str], wait_ready: bool = True, **environment: str) -> None:
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `stop`
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self.stderr, text=True, env={**os.environ, **environment}
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the server ended with {self.process.wait()}: {self.errors()}"
+        self.first_line = json.loads(line)
+        self.url = self.first_line["url"]
+        if wait_ready:
+            ready = self.process.stdout.readline()
+            assert ready, f"the server ended with {self.process.wait()}: {self.errors()}"
+            assert json.loads(ready) == {"url": self.url, "stage": "ready"}
+
+    def errors(self) -> str:
+        """Standard error so far."""
+        self.stderr.seek(0)
+        return self.stderr.read()
+
+    def logs(self) -> list[dict[str, Any]]:
+        """Standard error as log lines; fails on a line that is not JSON."""
+        return [json.loads(line) for line in self.errors().splitlines()]
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        """SIGTERM, then its exit code; a server that does not end in time is killed."""
+        if self.process.poll() is None:
+            self.terminate()
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()  # type: ignore[union-attr]
+            self.stderr.close()
+
+
+@contextmanager
+def fake_server(folder: Path, wait_ready: bool = True, **settings: object) -> Iterator[ServerProcess]:
+    """A server process around the fake engine."""
+    values = json.dumps({"port": 0, **settings})
+    server = ServerProcess([sys.executable, str(HERE / "fake_engine.py"), str(folder), values], wait_ready)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def eventually(condition: object, what: str, seconds: float = 20.0) -> None:
+    """Waits until `condition()` is true."""
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+def metric(client: httpx.Client, line: str) -> float:
+    """The value of one line of /metrics, given as `name{labels}`; 0 when the line is not there."""
+    for text in client.get("/metrics").text.splitlines():
+        name, _, value = text.rpartition(" ")
+        if name == line:
+            return float(value)
+    return 0.0
