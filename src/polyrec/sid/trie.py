@@ -83,6 +83,29 @@ def build_trie(codes: np.ndarray) -> Trie:
     return Trie(first_child, code, parent, level_starts, order.astype(np.int64), max_fanout)
 
 
+def complete_trie(codebook_sizes: tuple[int, ...], max_leaves: int = 50_000_000) -> Trie:
+    """The tree of all code sequences, leaf k being the k-th in order: a search that no catalog constrains."""
+    counts = np.cumprod([1, *codebook_sizes])
+    if counts[-1] > max_leaves:
+        raise CatalogError(
+            "code_space_too_large",
+            f"Codebooks {list(codebook_sizes)} allow {int(counts[-1]):,} SIDs, more than {max_leaves:,}.",
+            "Search within the catalog, or use smaller codebooks.",
+        )
+    level_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    fanout = np.repeat(np.array(codebook_sizes, np.int64), counts[:-1])
+    code = np.concatenate([[-1], *(np.tile(np.arange(size), counts[lv]) for lv, size in enumerate(codebook_sizes))])
+    parent = np.concatenate([[-1], np.repeat(np.arange(level_starts[-2]), fanout)])
+    return Trie(
+        first_child=np.concatenate([[1], 1 + np.cumsum(fanout)]).astype(np.int64),
+        code=code.astype(np.int32),
+        parent=parent.astype(np.int64),
+        level_starts=level_starts,
+        rows=np.arange(counts[-1]),
+        max_fanout=tuple(codebook_sizes),
+    )
+
+
 def leaves_of_rows(trie: Trie) -> np.ndarray:
     """The inverse of `rows`: int64 [catalog rows] -> leaf number."""
     leaves = np.empty(trie.num_leaves, np.int64)

@@ -1,0 +1,55 @@
+"""The `polyrec` command. Commands import what they need when they run, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import typer
+from rich.console import Console
+
+from .. import __version__
+from ..core.errors import PolyrecError
+
+COMMANDS = ("prepare", "serve")
+
+
+def build_app() -> typer.Typer:
+    """All commands, each from its own file."""
+    app = typer.Typer(
+        help="Train and serve generative recommenders.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def about(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+        if version:
+            print(__version__)
+            raise typer.Exit
+
+    for name in COMMANDS:
+        app.command(name)(getattr(import_module(f"polyrec.cli.{name}"), name))
+    return app
+
+
+def main() -> None:
+    """Runs a command. A user's mistake prints its code and remedy and exits with 2; Ctrl-C exits with 130."""
+    try:
+        build_app()(standalone_mode=True)
+    except PolyrecError as error:
+        console = Console(stderr=True, highlight=False)
+        console.print(f"[bold red]error[/] {error.code}: ", end="")
+        console.print(error.message, markup=False)
+        if error.remedy:
+            console.print("[bold]What to do:[/] ", end="")
+            console.print(error.remedy, markup=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Stopped. Finished parts are kept; run the same command to go on.")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

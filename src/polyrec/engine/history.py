@@ -1,0 +1,60 @@
+"""Reads the history of a request: item ids, SIDs and baskets -> catalog rows. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.errors import RequestError
+from ..core.request import RecommendRequest
+from ..sid.catalog import Catalog
+from ..sid.layout import SidLayout
+
+
+@dataclass(frozen=True)
+class ParsedHistory:
+    """rows int64 [N] and baskets int64 [N] of the known entries, oldest first; unknown: the entries that were dropped."""
+
+    rows: np.ndarray
+    baskets: np.ndarray
+    unknown: tuple[str, ...]
+
+
+def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout) -> ParsedHistory:
+    """An entry is an item id or a SID; a list of them is one basket, and an entry alone is a basket of its own."""
+    rows: list[int] = []
+    baskets: list[int] = []
+    unknown: list[str] = []
+    for basket, entry in enumerate(request.history):
+        for item in [entry] if isinstance(entry, str) else entry:
+            row = _row(item, catalog, layout)
+            if row is None:
+                unknown.append(item)
+            else:
+                rows.append(row)
+                baskets.append(basket)
+    if unknown and request.unknown == "error":
+        raise RequestError(
+            "unknown_items",
+            f"{len(unknown)} items of the history are not in the catalog, the first is '{unknown[0]}'.",
+            "Send ids of the catalog, or let unknown be 'drop'.",
+        )
+    return ParsedHistory(np.array(rows, np.int64), np.array(baskets, np.int64), tuple(unknown))
+
+
+def _row(item: str, catalog: Catalog, layout: SidLayout) -> int | None:
+    row = catalog.row(item)
+    if row is None and (codes := layout.parse(item)) is not None:
+        row = catalog.row_of_codes(codes)
+    return row
+
+
+def check_counts(n: int, beam_width: int | None) -> None:
+    """n at least 1, beam_width at least n."""
+    if n < 1:
+        raise RequestError("n_out_of_range", f"n is {n}.", "Ask for at least 1 item.")
+    if beam_width is not None and beam_width < n:
+        raise RequestError(
+            "beam_width_too_small", f"beam_width {beam_width} is less than n {n}.", "Leave it out, or raise it to n."
+        )

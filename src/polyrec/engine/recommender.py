@@ -1,0 +1,226 @@
+"""From a user's history to recommended items: the engine's front, for Python callers, files, evaluation and the server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import RequestError
+from ..core.request import Recommendation, RecommendedItem, RecommendRequest
+from ..data.histories import EvalSet
+from ..data.prompt import PromptBuilder
+from ..hardware import HardwareBackend, get_hardware_backend
+from ..models.checkpoint import load_model
+from ..sid.trie import build_trie, complete_trie, leaves_of_rows
+from .batching import SearchRequest, SearchResult
+from .engine import Engine, EngineConfig
+from .folder import ModelFolder, read_folder
+from .history import ParsedHistory, check_counts, parse_history
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated request: its search, and the history's entries that were dropped."""
+
+    search: SearchRequest
+    unknown: tuple[str, ...]
+
+
+class Recommender:
+    """A trained model with its catalog, ready to answer. Calls from several threads are served one after another."""
+
+    def __init__(
+        self, model: Any, folder: ModelFolder, backend: HardwareBackend, config: EngineConfig | None = None
+    ) -> None:
+        self.catalog = folder.catalog
+        self.layout = folder.layout
+        self.tokenizer = folder.tokenizer
+        self.kind = folder.kind
+        self._model = model
+        self._backend = backend
+        self._config = config or EngineConfig()
+        self.score_rule = self._config.score_rule
+        self._prompts = PromptBuilder(folder.layout, folder.prompt)
+        trie = build_trie(folder.catalog.codes)
+        self._leaves = leaves_of_rows(trie)
+        self.engine = Engine(model, folder.layout, trie, backend, self._config)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        catalog: str | Path | None = None,
+        backend: HardwareBackend | None = None,
+        config: EngineConfig | None = None,
+    ) -> Recommender:
+        """Loads a folder written by `polyrec train`. catalog: another catalog.parquet of the same codebooks."""
+        backend = backend or get_hardware_backend()
+        contents = read_folder(folder, catalog)
+        return cls(load_model(folder, backend), contents, backend, config)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """What the model's positions allow."""
+        return self._model.config.max_position_embeddings - self.layout.depth
+
+    def recommend(
+        self,
+        history: Sequence[str | Sequence[str]],
+        n: int = 10,
+        *,
+        exclude: Sequence[str] = (),
+        allow: Sequence[str] | None = None,
+        exclude_seen: bool = False,
+        **options: Any,
+    ) -> Recommendation:
+        """The n best items after `history` (item ids or SIDs, oldest first; a list inside is one basket).
+
+        options: beam_width, unknown, cold, as in RecommendRequest.
+        """
+        request = RecommendRequest(
+            history=history, n=n, exclude=exclude, allow=allow, exclude_seen=exclude_seen, **options
+        )
+        return self.recommend_batch([request])[0]
+
+    async def recommend_async(self, request: RecommendRequest) -> Recommendation:
+        """`recommend` without blocking the event loop. To batch concurrent callers, use `engine.loop.EngineLoop`."""
+        return (await asyncio.to_thread(self.recommend_batch, [request]))[0]
+
+    def recommend_batch(
+        self, requests: Sequence[RecommendRequest], progress: Progress | None = None
+    ) -> list[Recommendation]:
+        """Answers many requests; progress is called with the number just answered."""
+        prepared = [self.prepare(request) for request in requests]
+        searches = [item for item in prepared if isinstance(item, Prepared)]
+        with self._lock:
+            results = iter(self.engine.run([item.search for item in searches], progress))
+        return [item if isinstance(item, Recommendation) else self.finish(item, next(results)) for item in prepared]
+
+    def prepare(self, request: RecommendRequest) -> Prepared | Recommendation:
+        """Validates a request and builds its search; a cold history is answered at once by popularity."""
+        check_counts(request.n, request.beam_width)
+        parsed = parse_history(request, self.catalog, self.layout)
+        excluded = [*self._known_rows(request.exclude, request, "exclude")]
+        if request.exclude_seen:
+            excluded += parsed.rows.tolist()
+        allowed = None if request.allow is None else self._known_rows(request.allow, request, "allow")
+        if len(parsed.rows) == 0:
+            return self._popular(request, parsed, excluded, allowed)
+        search = SearchRequest(
+            prompt=self.prompt_of(parsed.rows, parsed.baskets),
+            n=request.n,
+            beam_width=request.beam_width or request.n,
+            excluded=self._leaves[excluded] if excluded else None,
+            allowed=None if allowed is None else self._leaves[allowed],
+        )
+        return Prepared(search, parsed.unknown)
+
+    def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
+        """A search from a ready prompt, which must end with `<|sid_begin|>`."""
+        check_counts(n, beam_width)
+        prompt = np.asarray(token_ids, np.int64)
+        if len(prompt) == 0 or prompt[-1] != self.layout.begin:
+            raise RequestError(
+                "prompt_end", "The prompt does not end with <|sid_begin|>.", "End it with <|sid_begin|>."
+            )
+        if len(prompt) > self.max_prompt_tokens:
+            raise RequestError(
+                "prompt_too_long",
+                f"The prompt has {len(prompt)} tokens, the model takes {self.max_prompt_tokens}.",
+                "Shorten the history.",
+            )
+        if prompt.min() < 0 or prompt.max() >= self._model.config.vocab_size:
+            raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
+        return Prepared(SearchRequest(prompt, n, beam_width or n), ())
+
+    def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
+        """Leaves of the trie -> items with names and scores."""
+        rows = self.engine.trie.rows[result.leaves]
+        items = [self._item(int(row), float(score)) for row, score in zip(rows, result.scores, strict=True)]
+        return Recommendation(tuple(items), self.score_rule, "model", prepared.unknown)
+
+    def prompt_of(self, rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
+        """Token ids of a history of catalog rows; the trainer builds the same."""
+        return self._prompts.build(self.catalog.codes[rows], baskets)
+
+    def rank_rows(
+        self,
+        eval_set: EvalSet,
+        k: int,
+        mask_seen: bool,
+        beam_width: int | None = None,
+        progress: Progress | None = None,
+    ) -> np.ndarray:
+        """Full ranking for evaluation: int32 [N, k] catalog rows, best first, −1 where fewer are left."""
+        width = max(beam_width or 0, k)
+        searches = []
+        for index in range(len(eval_set)):
+            rows, baskets = eval_set.history(index)
+            excluded = self._leaves[np.unique(rows)] if mask_seen else None
+            searches.append(SearchRequest(self.prompt_of(rows, baskets), k, width, excluded))
+        ranked = np.full((len(eval_set), k), -1, np.int32)
+        with self._lock:
+            results = self.engine.run(searches, progress)
+        for index, result in enumerate(results):
+            ranked[index, : len(result.leaves)] = self.engine.trie.rows[result.leaves]
+        return ranked
+
+    def unconstrained_invalid_rate(
+        self, eval_set: EvalSet, k: int, beam_width: int | None = None, progress: Progress | None = None
+    ) -> float:
+        """Share of the k best SIDs that name no item when the beams are free of the catalog: what the trie saves."""
+        trie = complete_trie(self.layout.codebook_sizes)
+        engine = Engine(self._model, self.layout, trie, self._backend, self._config)
+        searches = []
+        for index in range(len(eval_set)):
+            prompt = self.prompt_of(*eval_set.history(index))
+            searches.append(SearchRequest(prompt, k, max(beam_width or 0, k)))
+        with self._lock:
+            results = engine.run(searches, progress)
+        leaves = np.concatenate([result.leaves for result in results])
+        codes = np.stack(np.unravel_index(leaves, self.layout.codebook_sizes), axis=1)
+        return float(np.mean([self.catalog.row_of_codes(sid) is None for sid in codes]))
+
+    def _known_rows(self, item_ids: Sequence[str], request: RecommendRequest, field: str) -> list[int]:
+        rows = self.catalog.rows(item_ids)
+        missing = [item for item, row in zip(item_ids, rows, strict=True) if row is None]
+        if missing and (request.unknown == "error" or (field == "allow" and len(missing) == len(item_ids))):
+            raise RequestError(
+                "unknown_items",
+                f"{len(missing)} of {len(item_ids)} items in '{field}' are not in the catalog, the first is '{missing[0]}'.",
+                "Send ids of the catalog.",
+            )
+        return [row for row in rows if row is not None]
+
+    def _popular(
+        self, request: RecommendRequest, parsed: ParsedHistory, excluded: list[int], allowed: list[int] | None
+    ) -> Recommendation:
+        if request.cold == "error":
+            raise RequestError(
+                "cold_history",
+                f"None of the {len(parsed.unknown)} items of the history is in the catalog.",
+                "Send at least one known item, or let cold be 'popular'.",
+            )
+        legal = np.ones(len(self.catalog), bool)
+        if allowed is not None:
+            legal[:] = False
+            legal[allowed] = True
+        legal[excluded] = False
+        ranked = self.catalog.popular(len(self.catalog))
+        rows = ranked[legal[ranked]][: request.n]
+        items = tuple(self._item(int(row), float(self.catalog.counts[row])) for row in rows)
+        return Recommendation(items, self.score_rule, "popularity", parsed.unknown)
+
+    def _item(self, row: int, score: float) -> RecommendedItem:
+        sid = self.layout.text(self.catalog.codes[row])
+        return RecommendedItem(self.catalog.item_ids[row], score, sid, self.catalog.names[row])

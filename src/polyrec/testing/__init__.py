@@ -1,0 +1,1 @@
+"""What ships for tests of Polyrec and of what plugs into it."""
