@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from polyrec.cli.main import app
+from polyrec.cli.main import build_app
 
 
 def commands(command, path=()):
@@ -16,7 +16,8 @@ def commands(command, path=()):
         yield from commands(child, (*path, name))
 
 
-ALL = list(commands(typer.main.get_command(app)))
+APP = build_app()
+ALL = list(commands(typer.main.get_command(APP)))
 
 
 def test_the_main_commands_exist():
@@ -26,7 +27,7 @@ def test_the_main_commands_exist():
 
 @pytest.mark.parametrize(("path", "command"), ALL, ids=[" ".join(path) or "polyrec" for path, _ in ALL])
 def test_help_names_every_option(path, command):
-    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    result = CliRunner().invoke(APP, [*path, "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
     assert result.exit_code == 0, result.output
     assert command.help
     for option in command.params:
@@ -40,5 +41,5 @@ def test_help_names_every_option(path, command):
 
 
 def test_an_unknown_command_is_a_usage_error():
-    result = CliRunner().invoke(app, ["no-such-command"])
+    result = CliRunner().invoke(APP, ["no-such-command"])
     assert result.exit_code == 2
