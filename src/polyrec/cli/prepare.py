@@ -177,6 +177,7 @@ def _results(out: Path) -> dict[str, Any]:
         "plan": record["plan"],
         "fingerprint": record["fingerprint"],
         "data_digest": record["data_digest"],
+        "leakage": record["leakage"],
         "collisions": report["collisions"],
         "neighbours": report["neighbours"],
     }
@@ -198,6 +199,8 @@ def _show(summary: dict[str, Any], data: Dataset) -> None:
     if summary["status"] == "dry run":
         console.print(f"Dry run: nothing was written. Without --dry-run this would make {out}.")
         return
+    for notice in summary["leakage"]:
+        console.print(f"[yellow]leakage check[/]: {notice['count']:,} {escape(notice['message'])}")
     before, after = summary["collisions"]["before"], summary["collisions"]["after"]
     shared = ", ".join(f"{level['nearest_share']:.0%}" for level in summary["neighbours"][:-1])
     console.print(f"Items that share a SID: {before['share']:.1%} by nearest codes, {after['share']:.1%} as given out")

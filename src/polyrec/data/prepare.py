@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from .columns import ColumnMap
 from .dataset import Dataset, load_dataset, load_online_retail
 from .histories import FIT, TEST, UNUSED, VALIDATION, Histories, known_before
 from .interactions import save_histories, to_histories
+from .leakage import check_leakage
 from .readers import Format
 from .splits import Split
 
@@ -219,6 +221,7 @@ def prepare(
             "fingerprint": Catalog.fingerprint(codebooks.sizes, codebooks.digest()),
             "data_digest": dataset.digest,
             "data_report": dataset.report.to_dict(),
+            "leakage": [asdict(notice) for notice in check_leakage(dataset, histories)],
             "versions": _versions(),
         }
         write_json(folder / PREPARED, record)

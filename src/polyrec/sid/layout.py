@@ -16,7 +16,7 @@ import numpy as np
 from ..core.errors import CatalogError
 
 BEGIN, END = "<|sid_begin|>", "<|sid_end|>"
-_CODE = re.compile(r"<s_([a-z])_(\d+)>")
+_CODE = re.compile(r"<s_([a-z])_(0|[1-9][0-9]*)>")  # one spelling per code: no <s_a_01>
 
 
 def code_token(level: int, code: int) -> str:

@@ -91,13 +91,14 @@ def choose_codebook_sizes(num_items: int, depth: int = 3) -> tuple[int, ...]:
 
     Then a prefix holds few items, and the last level's codes, as many again, leave room to part them. Smaller codebooks
     crowd the prefixes; larger ones have more codes than k-means has items to fit them to, so later levels fit noise,
-    tokens are too rare to be learnt, and neighbours stop sharing a prefix. At depth 1 and 2, where that rule does
-    not leave room, the code space is about four times the catalog.
+    tokens are too rare to be learnt, and neighbours stop sharing a prefix. Where that rule does
+    not leave room (depth 1 and 2, few items), the code space is at least four times the catalog.
     """
     if num_items < 1 or depth < 1:
         raise ConfigError("codebook_sizes", f"Cannot choose sizes for {num_items} items and depth {depth}.")
-    wanted = max(num_items ** (1 / max(depth - 1, 2)), (4 * num_items) ** (1 / depth), 4)
-    return (2 ** round(math.log2(wanted)),) * depth
+    one_per_prefix = round(math.log2(num_items) / max(depth - 1, 2))
+    four_times = math.ceil(math.log2(4 * num_items) / depth)
+    return (2 ** max(one_per_prefix, four_times, 2),) * depth
 
 
 def fit_codebooks(vectors: np.ndarray, sizes: tuple[int, ...], seed: int = 0) -> Codebooks:

@@ -155,7 +155,8 @@ def load_vectors(path: str | Path, num_items: int) -> np.ndarray:
             f"{path} has {len(vectors)} rows, but the item table has {num_items} items.",
             "Give one row per item, in the order of the item table.",
         )
-    vectors = vectors.astype(np.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite below
+        vectors = vectors.astype(np.float32)
     if not (finite := np.isfinite(vectors).all(axis=1)).all():
         raise DataError(
             "vectors_not_finite",

@@ -1,0 +1,81 @@
+"""The trie against sets of prefixes computed directly."""
+
+import numpy as np
+import pytest
+
+from polyrec.core.errors import CatalogError
+from polyrec.sid.trie import build_trie, dead_nodes, leaves_of_rows, live_nodes
+
+
+def random_codes(rng: np.random.Generator) -> np.ndarray:
+    depth = int(rng.integers(1, 6))
+    sizes = rng.integers(1, 6, depth)
+    codes = np.unique(np.stack([rng.integers(0, size, 60) for size in sizes], axis=1), axis=0)
+    rng.shuffle(codes)
+    return codes[: int(rng.integers(1, len(codes) + 1))]
+
+
+def paths(trie) -> dict[int, tuple[int, ...]]:
+    """Node id -> its prefix, by walking up the parents."""
+    found = {0: ()}
+    for node in range(1, trie.num_nodes):
+        found[node] = (*found[int(trie.parent[node])], int(trie.code[node]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_children_and_leaves_match_the_prefix_sets(seed):
+    codes = random_codes(np.random.default_rng(seed))
+    trie = build_trie(codes)
+    depth = codes.shape[1]
+    prefix = paths(trie)
+    assert trie.depth == depth
+    assert trie.num_leaves == len(codes)
+    for level in range(depth + 1):
+        expected = sorted({tuple(map(int, row[:level])) for row in codes})
+        nodes = range(trie.level_starts[level], trie.level_starts[level + 1])
+        assert [prefix[node] for node in nodes] == expected  # also: lower node id, lower SID
+    for node in range(trie.first_leaf):
+        children = list(range(trie.first_child[node], trie.first_child[node + 1]))
+        assert children == [other for other in range(1, trie.num_nodes) if trie.parent[other] == node]
+        assert children
+    for leaf, row in enumerate(trie.rows):
+        assert prefix[trie.first_leaf + leaf] == tuple(codes[row])
+    fanout = np.diff(trie.first_child)
+    assert trie.max_fanout == tuple(
+        max(fanout[node] for node in range(trie.level_starts[lv], trie.level_starts[lv + 1])) for lv in range(depth)
+    )
+    assert (trie.rows[leaves_of_rows(trie)] == np.arange(len(codes))).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_live_and_dead_nodes_match_the_leaves_below_each_node(seed):
+    rng = np.random.default_rng(100 + seed)
+    codes = random_codes(rng)
+    trie = build_trie(codes)
+    prefix = paths(trie)
+    below = {
+        node: {leaf for leaf in range(trie.num_leaves) if prefix[trie.first_leaf + leaf][: len(path)] == path}
+        for node, path in prefix.items()
+    }
+    chosen = rng.choice(trie.num_leaves, int(rng.integers(0, trie.num_leaves + 1)), replace=False)
+    live, dead = live_nodes(trie, chosen), dead_nodes(trie, chosen)
+    for level in range(1, trie.depth + 1):
+        nodes = range(trie.level_starts[level], trie.level_starts[level + 1])
+        assert live[level - 1].tolist() == [node for node in nodes if below[node] & set(chosen.tolist())]
+        assert dead[level - 1].tolist() == [node for node in nodes if below[node] <= set(chosen.tolist())]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        (np.zeros((0, 3), int), "catalog_empty"),
+        (np.zeros((3, 0), int), "catalog_empty"),
+        (np.zeros(3, int), "catalog_empty"),
+        (np.array([[1, 2], [0, 0], [1, 2]]), "sid_repeated"),
+    ],
+)
+def test_what_is_no_catalog_is_refused(codes, code):
+    with pytest.raises(CatalogError) as caught:
+        build_trie(codes)
+    assert caught.value.code == code
