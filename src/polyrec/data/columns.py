@@ -32,8 +32,10 @@ BASKET = (
     ("orderid", "invoiceno", "invoice", "invoiceid", "transactionid", "ordernumber", "cartid", "receiptid"),
 )
 NAME = (("title",), ("name",), ("itemname", "productname", "producttitle", "itemtitle"), ("description",), ("text",))
-TEXT = ("title", "name", "itemname", "productname", "producttitle", "itemtitle", "description", "text", "brand",
-        "category", "categories", "genre", "genres", "tags", "author", "authors", "features", "manufacturer")  # fmt: skip
+TEXT = (
+    *("title", "name", "itemname", "productname", "producttitle", "itemtitle", "description", "text", "features"),
+    *("category", "categories", "genre", "genres", "tags", "brand", "author", "authors", "manufacturer"),
+)
 
 
 class ColumnMap(Settings):

@@ -63,7 +63,7 @@ def load_dataset(
     events = _read_events(Path(events_path), columns, report, format, encoding, time_format)
     items = None if items_path is None else _read_items(Path(items_path), columns, report, items_format, encoding)
     if items is not None:
-        unknown = ~pl.col("item").is_in(items["item"].implode())
+        unknown = ~pl.col("item").is_in(items["item"].to_list())
         events = report.drop(events, unknown, "unknown_item", f"item not in {Path(items_path or '').name}", "item")
     events = _drop_duplicates(events, report)
     few = pl.len().over("user") < min_user_events

@@ -71,12 +71,10 @@ class EvalSet:
 
 def select_events(histories: Histories, keep: np.ndarray) -> Histories:
     """The same users with only the events where `keep` (bool [E]) holds."""
-    counts = np.zeros(histories.num_users + 1, np.int64)
-    owner = np.repeat(np.arange(histories.num_users), np.diff(histories.offsets))
-    np.add.at(counts, owner[keep] + 1, 1)
+    counts = np.bincount(event_owners(histories.offsets)[keep], minlength=histories.num_users)
     return Histories(
         users=histories.users,
-        offsets=np.cumsum(counts),
+        offsets=_offsets(counts),
         items=histories.items[keep],
         baskets=histories.baskets[keep],
         split=histories.split[keep],
@@ -97,34 +95,38 @@ def eval_set(histories: Histories, stage: Stage, *, only_new: bool = False) -> E
     only_new: targets already in the history leave, and with them users without any other (protocol «new»).
     """
     label = VALIDATION if stage == "validation" else TEST
-    users, past_items, past_baskets, targets = [], [], [], []
-    for user in range(histories.num_users):
-        part = slice(histories.offsets[user], histories.offsets[user + 1])
-        split, items = histories.split[part], histories.items[part]
-        past = (split >= FIT) & (split < label)
-        target = np.unique(items[split == label])
-        if only_new:
-            target = np.setdiff1d(target, items[past], assume_unique=False)
-        if len(target) and past.any():
-            users.append(user)
-            past_items.append(items[past])
-            past_baskets.append(histories.baskets[part][past])
-            targets.append(target)
+    owner = event_owners(histories.offsets)
+    past = (histories.split >= FIT) & (histories.split < label)
+    targets = np.unique(_pair_keys(owner, histories, histories.split == label))
+    if only_new:
+        targets = np.setdiff1d(targets, _pair_keys(owner, histories, past), assume_unique=False)
+    target_owner = targets // max(histories.num_items, 1)
+    num_past = np.bincount(owner[past], minlength=histories.num_users)
+    num_targets = np.bincount(target_owner, minlength=histories.num_users)
+    asked = (num_past > 0) & (num_targets > 0)
+    past &= asked[owner]
+    targets = targets[asked[target_owner]]
     return EvalSet(
-        users=np.array(users, np.int64),
-        offsets=_offsets(past_items),
-        items=_joined(past_items),
-        baskets=_joined(past_baskets),
-        target_offsets=_offsets(targets),
-        targets=_joined(targets),
+        users=np.flatnonzero(asked),
+        offsets=_offsets(num_past[asked]),
+        items=histories.items[past],
+        baskets=histories.baskets[past],
+        target_offsets=_offsets(num_targets[asked]),
+        targets=(targets % max(histories.num_items, 1)).astype(np.int32),
         num_items=histories.num_items,
         kind=histories.kind,
     )
 
 
-def _offsets(parts: list[np.ndarray]) -> np.ndarray:
-    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
+def event_owners(offsets: np.ndarray) -> np.ndarray:
+    """int64 [E]: the row of the user that each event belongs to."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+def _pair_keys(owner: np.ndarray, histories: Histories, events: np.ndarray) -> np.ndarray:
+    """int64: one number per (user, item) pair of the chosen events, ordered as the pairs are."""
+    return owner[events] * histories.num_items + histories.items[events]
+
+
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

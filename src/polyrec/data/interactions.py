@@ -1,4 +1,4 @@
-"""From a cleaned data set to histories (catalog rows, basket ordinals, split labels), and those to disk and back. No torch."""
+"""From a cleaned data set to histories (catalog rows, basket ordinals, split labels), to disk and back. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import polars as pl
 from ..core.errors import DataError
 from ..core.files import atomic_path, read_json, write_json
 from .dataset import Dataset
-from .histories import Histories, Kind
+from .histories import Histories, Kind, event_owners
 from .splits import Split, label_by_time, label_last, time_boundaries
 
 INTERACTIONS, FACTS = "interactions.parquet", "histories.json"
@@ -56,7 +56,7 @@ def to_histories(
 
 def save_histories(folder: str | Path, histories: Histories) -> None:
     """Writes interactions.parquet (one row a user, list columns) and histories.json into `folder`."""
-    owner = np.repeat(np.arange(histories.num_users), np.diff(histories.offsets))
+    owner = event_owners(histories.offsets)
     events = pl.DataFrame(
         {"row": owner, "items": histories.items, "baskets": histories.baskets, "split": histories.split}
     )
@@ -147,7 +147,7 @@ def _basket_times(events: pl.DataFrame, baskets: np.ndarray, offsets: np.ndarray
         raise DataError(
             "split_no_time", "Split 'time' needs a time for every event.", "Name the time column (--time-column)."
         )
-    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    owner = event_owners(offsets)
     starts = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(baskets, prepend=-1))
     earliest = np.minimum.reduceat(events["time"].to_numpy(), starts)
     return np.repeat(earliest, np.diff(np.append(starts, events.height)))

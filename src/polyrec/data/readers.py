@@ -1,7 +1,7 @@
 """Event and item files as lazy tables: Parquet, CSV/TSV, JSONL, RecBole atomic files and `user item item …` lines.
 
-Text formats give text columns, so that ids keep leading zeros and a bad value can be named; `data.dataset` interprets them.
-Every fault of a file comes out as a DataError.
+Text formats give text columns, so that ids keep leading zeros and a bad value can be named; `data.dataset` interprets
+them. Every fault of a file comes out as a DataError.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ UNUSED_BYTE = "\x1f"  # unit separator: a delimiter that no line holds, so a lin
 def read_table(path: str | Path, *, format: Format = "auto", encoding: str = "utf-8") -> pl.LazyFrame:
     """The table in `path`, lazily where the format allows (not when compressed or of another encoding than UTF-8).
 
-    Sequence files give the columns user and item, a row per event in the order of the line. Errors: DataError for a file
-    that is missing, empty, of no known format, not in `encoding`, or broken.
+    Sequence files give the columns user and item, a row per event in the order of the line. Errors: DataError for a
+    file that is missing, empty, of no known format, not in `encoding`, or broken.
     """
     path = Path(path)
     kind = detect_format(path, format)
@@ -193,9 +193,10 @@ def _sequences(source: Path | io.BytesIO) -> pl.LazyFrame:
         source, has_header=False, separator=UNUSED_BYTE, quote_char=None, schema={"line": pl.String}
     ).select(pl.col("line").str.extract_all(r"\S+").alias("words"))
     lines = lines.filter(pl.col("words").list.len() > 0)
-    return lines.select(
-        pl.col("words").list.first().alias("user"), pl.col("words").list.slice(1).alias("item")
-    ).explode("item")  # a line with a user alone gives one null item, which cleaning counts
+    words = pl.col("words")
+    alone = words.list.len() == 1  # a line with a user alone becomes one null item, which cleaning counts
+    items = pl.when(alone).then(pl.lit([None], dtype=pl.List(pl.String))).otherwise(words.list.slice(1))
+    return lines.select(words.list.first().alias("user"), items.alias("item")).explode("item")
 
 
 def _broken(path: Path, error: Exception) -> DataError:

@@ -1,4 +1,4 @@
-"""What happened to the rows: every drop, every cleaning rule and every warning with its count, for people and for JSON."""
+"""What happened to the rows: drops, cleaning rules and warnings with their counts, for people and JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which events are learnt from, validated on and tested on: a label per event, from the place of its basket or its time.
+"""Which events are learnt from, validated on and tested on: a label per event, by its basket's place or its time.
 
-Numpy only. Sequences are baskets of one event, so «leave one out» and «last basket» are the same rule but for short users.
+Numpy only. Sequences are baskets of one event, so «leave one out» and «last basket» are one rule but for short users.
 """
 
 from __future__ import annotations

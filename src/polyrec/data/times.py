@@ -1,4 +1,4 @@
-"""Times in whatever form a file has them, as µs since 1970 (UTC): numbers of any unit, ISO, usual formats, date columns."""
+"""Times in whatever form a file has them, as µs since 1970 (UTC): numbers of any unit, ISO, usual formats, dates."""
 
 from __future__ import annotations
 
@@ -36,14 +36,26 @@ def to_microseconds(values: pl.Series, where: str, time_format: str | None = Non
         return values.cast(pl.Datetime("us")).dt.epoch("us")
     if kind.is_numeric():
         return _from_numbers(values)
-    text = values.cast(pl.String, strict=False).str.strip_chars()
+    if kind != pl.String and not isinstance(kind, (pl.Categorical, pl.Enum)):
+        return _nothing(len(values))  # lists, truth values, clock times: no times
+    text = values.cast(pl.String).str.strip_chars()
     if time_format is not None:
-        return _parse(text, time_format)
+        try:
+            return _parse(text, time_format)
+        except pl.exceptions.PolarsError as error:
+            reason = str(error).split("\n")[0]
+            raise DataError(
+                "time_format", f"The time format '{time_format}' cannot be used: {reason}", "E.g. '%d/%m/%Y %H:%M'."
+            ) from error
     numbers = text.cast(pl.Float64, strict=False)
     if numbers.count() and 2 * numbers.count() >= text.count() and not _eight_digits(text):
         whole = text.cast(pl.Int64, strict=False)  # floats round µs and ns counts above 2^53
         return _from_numbers(whole if whole.count() == numbers.count() else numbers)
     return _from_text(text, where)
+
+
+def _nothing(count: int) -> pl.Series:
+    return pl.repeat(None, count, dtype=pl.Int64, eager=True)
 
 
 def _eight_digits(text: pl.Series) -> bool:
@@ -58,8 +70,8 @@ def _from_numbers(values: pl.Series) -> pl.Series:
         values = pl.select(pl.when(values.is_finite()).then(values)).to_series()
     middle = values.abs().cast(pl.Float64).median()
     if middle is None:
-        return pl.repeat(None, len(values), dtype=pl.Int64, eager=True)
-    times, parts = next((times, parts) for limit, times, parts in UNITS if float(middle) < limit)  # type: ignore[arg-type]
+        return _nothing(len(values))
+    times, parts = next((times, parts) for limit, times, parts in UNITS if float(middle) < limit)
     if values.dtype.is_float():
         return (values * times / parts).round().cast(pl.Int64, strict=False)
     return values.cast(pl.Int64, strict=False) * times // parts
