@@ -24,9 +24,9 @@ from polyrec.sid.tokenizer import (
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 
 
-@pytest.fixture(params=["config", "file"])
+@pytest.fixture(params=["config", "file", "qwen"])
 def base_folder(request, tmp_path):
-    """A byte-level BPE folder like Qwen's, its chat template in the config or in a file of its own."""
+    """A byte-level BPE folder, its chat template in the config or in a file of its own; or one of Qwen's own class."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,6 +44,9 @@ def base_folder(request, tmp_path):
         config["added_tokens_decoder"] = {str(k): {"content": v.content, "special": True} for k, v in decoder}
     else:
         (folder / "chat_template.jinja").write_text(TEMPLATE)
+    if request.param == "qwen":
+        config["tokenizer_class"] = "Qwen2Tokenizer"
+        tokenizer.model.save(str(folder))  # vocab.json and merges.txt, which know nothing of added tokens
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
