@@ -1,5 +1,6 @@
 """A user's mistakes: a clear DataError, or a counted drop that `strict` turns into an error. Never another exception."""
 
+import gzip
 import itertools
 import json
 import random
@@ -172,6 +173,8 @@ def test_no_damage_escapes_as_another_exception(tmp_path, name):
         ).encode()
     else:
         content = table.write_csv(separator="\t" if name == "e.tsv" else " " if name == "e.txt" else ",").encode()
+    if name == "e.csv.gz":
+        content = gzip.compress(content, mtime=0)
     rng = random.Random(0)
     outcomes = set()
     for way in itertools.islice(itertools.cycle(["cut", "swap", "double"]), 60):

@@ -11,6 +11,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,6 +35,9 @@ SUFFIXES: dict[str, Format] = {
     ".txt": "sequence",
 }
 RECBOLE_TYPES = ("token", "token_seq", "float", "float_seq")
+UNREADABLE = (OSError, EOFError, zlib.error)  # what a file or a gzip stream can raise
+# What reading a table can raise; Polars panics on some damaged Parquet pages (decoding asserts sizes).
+REFUSALS = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
 UNUSED_BYTE = "\x1f"  # unit separator: a delimiter that no line holds, so a line stays whole
 
 
@@ -96,7 +100,7 @@ def columns_of(lazy: pl.LazyFrame, path: str | Path) -> list[str]:
     """Column names of a lazy table, faults as DataError."""
     try:
         return lazy.collect_schema().names()
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except REFUSALS as error:
         raise _broken(Path(path), error) from error
 
 
@@ -104,16 +108,20 @@ def collect(lazy: pl.LazyFrame, path: str | Path) -> pl.DataFrame:
     """The rows of a lazy table, read in a streaming fashion, faults as DataError."""
     try:
         return lazy.collect(engine="streaming")
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except REFUSALS as error:
         raise _broken(Path(path), error) from error
 
 
 def _parquet(path: Path) -> pl.LazyFrame:
-    with open(path, "rb") as stream:
-        if stream.read(4) != b"PAR1":
-            raise DataError(
-                "file_broken", f"{path} is not a Parquet file (it does not start with PAR1).", "Check its format."
-            )
+    try:
+        with open(path, "rb") as stream:
+            start = stream.read(4)
+    except OSError as error:
+        raise _broken(path, error) from error
+    if start != b"PAR1":
+        raise DataError(
+            "file_broken", f"{path} is not a Parquet file (it does not start with PAR1).", "Check its format."
+        )
     return pl.scan_parquet(path, glob=False)
 
 
@@ -143,7 +151,7 @@ def _text_source(path: Path, encoding: str) -> Path | io.BytesIO:
             f"{path} is not {encoding.upper()}: byte 0x{error.object[error.start]:02x} in line {at}.",
             "Convert the file, or name its encoding: --encoding latin-1 (or utf-16, cp1252, …).",
         ) from error
-    except (OSError, EOFError) as error:
+    except UNREADABLE as error:
         raise _broken(path, error) from error
     return path if plain else io.BytesIO(text.getvalue().removeprefix("\ufeff").encode())
 
@@ -155,7 +163,7 @@ def _first_line(path: Path, encoding: str, *, strict: bool = True) -> str:
             for line in stream:
                 if line.strip():
                     return line.rstrip("\r\n").removeprefix("\ufeff")
-    except (OSError, EOFError) as error:
+    except UNREADABLE as error:
         raise _broken(path, error) from error
     raise DataError("file_empty", f"{path} holds nothing but blank lines.", "Give a file with a header and rows.")
 
@@ -199,10 +207,10 @@ def _sequences(source: Path | io.BytesIO) -> pl.LazyFrame:
     return lines.select(words.list.first().alias("user"), items.alias("item")).explode("item")
 
 
-def _broken(path: Path, error: Exception) -> DataError:
+def _broken(path: Path, error: BaseException) -> DataError:
     """A DataError for a file that a parser refused, with the first bad line where plain Python finds it."""
     reason = str(error).strip().split("\n")[0].rstrip(".")
-    place = _bad_line(path)
+    place = _bad_line(path) if isinstance(error, pl.exceptions.PolarsError) else ""
     return DataError("file_broken", f"{path} cannot be read: {place or reason}.", "Mend the file or name its --format.")
 
 
