@@ -1,8 +1,8 @@
 """An engine thread with EngineLoop's API whose timing the tests control, and a server process around it.
 
 Histories that start with a command: `hold` (+ a name) waits in the engine until some request says `release`; `release`
-and `cancelled` (which requests the engine saw cancelled) are answered at once; `boom` fails with a bug; `model` items
-are `i0`, `i1`, …; any other item is unknown.
+and `cancelled` (which requests the engine saw cancelled) are answered at once; `boom` fails with a bug; `die` ends the
+thread. Items are `i0`, `i1`, …; any other is unknown.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ class FakeLoop:
         self._release = threading.Event()
         self.cancelled: list[str] = []
         self.prompts: list[list[int]] = []
-        self.stats = {"requests": 0, "batches": 0, "prompt_tokens": 0, "seconds_busy": 0.0}
+        self.stats = {"requests": 0, "cancelled": 0, "batches": 0, "prompt_tokens": 0, "busy_seconds": 0.0}
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     @property
     def depth(self) -> int:
@@ -82,8 +86,11 @@ class FakeLoop:
             first = request.history[0]
             if not future.set_running_or_notify_cancel():
                 self.cancelled.append(str(request.history[1]))
+                self.stats["cancelled"] += 1
             elif first == "boom":
                 future.set_exception(RuntimeError("a bug in the engine"))
+            elif first == "die":
+                raise SystemExit
             else:
                 if first == "hold":
                     self._release.wait(30)
@@ -91,7 +98,7 @@ class FakeLoop:
                 future.set_result(self._answer(request))
             self.stats["requests"] += 1
             self.stats["batches"] += 1
-            self.stats["seconds_busy"] += 0.001
+            self.stats["busy_seconds"] += 0.001
 
     def _answer(self, request: RecommendRequest) -> Recommendation:
         rows = [row for row in range(NUM_ITEMS) if f"i{row}" not in request.exclude]

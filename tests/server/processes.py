@@ -23,7 +23,7 @@ class ServerProcess:
     """url: where it listens. Standard error goes to a file, so that the process never waits for a reader."""
 
     def __init__(self, command: list[str], wait_ready: bool = True, **environment: str) -> None:
-        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `stop`
+        self.stderr = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 - closed by `stop`
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self.stderr, text=True, env={**os.environ, **environment}
         )
@@ -39,12 +39,22 @@ class ServerProcess:
 
     def errors(self) -> str:
         """Standard error so far."""
-        self.stderr.seek(0)
-        return self.stderr.read()
+        return Path(self.stderr.name).read_text(encoding="utf-8")
 
     def logs(self) -> list[dict[str, Any]]:
-        """Standard error as log lines; fails on a line that is not JSON."""
-        return [json.loads(line) for line in self.errors().splitlines()]
+        """Standard error as log lines, whole ones; fails on a line that is not JSON."""
+        return [json.loads(line) for line in self.errors().rpartition("\n")[0].splitlines()]
+
+    def log_of(self, request_id: str) -> dict[str, Any]:
+        """The line of one request; it is written after the answer is sent, so this waits for it."""
+        found: list[dict[str, Any]] = []
+
+        def seen() -> bool:
+            found.extend(line for line in self.logs() if line.get("request_id") == request_id)
+            return bool(found)
+
+        eventually(seen, f"a log line of {request_id}")
+        return found[0]
 
     def terminate(self) -> None:
         """Sends SIGTERM."""

@@ -100,6 +100,7 @@ def test_full_queue_and_a_client_that_leaves(folder: Path) -> None:
             assert stays.result().status_code == 200
         assert ask(server.url, ["cancelled"]).json()["unknown_items"] == ["leaver"]
         assert metric(client, 'polyrec_http_requests_total{endpoint="/v1/recommend",status="499"}') == 1
+        assert metric(client, "polyrec_engine_cancelled_total") == 1
         assert server.stop() == 0
 
 
@@ -161,6 +162,16 @@ def accepts(url: str) -> bool:
     return True
 
 
+def test_an_engine_that_died_is_told(folder: Path) -> None:
+    with fake_server(folder, timeout=1) as server, httpx.Client(base_url=server.url) as client:
+        assert ask(server.url, ["die"]).status_code == 504
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "engine_stopped")
+        assert client.get("/ready").status_code == 503
+        refused = ask(server.url, ["i1"])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stopped")
+
+
 def test_32_clients_at_once(folder: Path) -> None:
     start = threading.Barrier(32)
 
@@ -199,10 +210,10 @@ def test_addresses_that_cannot_be_used(folder: Path) -> None:
     assert empty_key.value.code == "api_key_invalid"
     with pytest.raises(CheckpointError) as absent:
         run_server(folder / "absent", ServerSettings(port=0))
-    assert absent.value.code == "model_missing"
+    assert absent.value.code == "model_folder_missing"
     with pytest.raises(CheckpointError) as empty:
         run_server(folder, ServerSettings(port=0))
-    assert empty.value.code == "model_incomplete"
+    assert empty.value.code == "model_folder_incomplete"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as used:
         run_server(folder, ServerSettings(port=taken.getsockname()[1]), load=lambda *_: pytest.fail("was loaded"))
     assert used.value.code == "address_unusable"

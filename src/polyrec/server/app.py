@@ -49,7 +49,8 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         deadline = Deadline(settings.timeout)
         service = _ready_service(state)
         body = parse_body(RecommendBody, await read_body(request, settings.max_body_bytes, deadline))
-        future = service.loop.submit(body.to_request(settings.max_n))
+        # In a host thread: a long history or list takes milliseconds to turn into a prompt and a trie.
+        future = await run_in_threadpool(service.loop.submit, body.to_request(settings.max_n))
         answer = await wait_answer(future, request, deadline)
         _note(request, metrics, answer)
         timing_ms = round(deadline.elapsed * 1000, 3)
@@ -65,7 +66,7 @@ def _add_chat(router: APIRouter, state: ServerState, settings: ServerSettings, m
         body.check(settings.max_n, state.model_name, service.layout.depth)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         token_ids = await run_in_threadpool(service.chat.token_ids, messages)
-        future = service.loop.submit_prompt(token_ids, body.n, body.beam_width)
+        future = await run_in_threadpool(service.loop.submit_prompt, token_ids, body.n, body.beam_width)
         answer = await wait_answer(future, request, deadline)
         _note(request, metrics, answer)
         return _json(
@@ -96,13 +97,20 @@ def _add_probes(app: FastAPI, state: ServerState) -> None:
     """For an orchestrator: /health says the process lives, /ready that it answers. Neither asks for the key."""
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok", "version": __version__}
+    async def health() -> Response:
+        stopped = state.service is not None and not state.service.loop.is_alive
+        health = _Health(status="engine_stopped" if stopped else "ok", version=__version__)
+        return _json(health, 503 if stopped else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
         stage = _Stage(stage=state.stage)
         return _json(stage) if state.ready else _json(stage, 503, {"Retry-After": str(retry_after(state))})
+
+
+class _Health(BaseModel):
+    status: str
+    version: str
 
 
 class _Stage(BaseModel):
@@ -111,7 +119,12 @@ class _Stage(BaseModel):
 
 def _ready_service(state: ServerState) -> Service:
     if state.service is None:  # while draining, requests that still come in are answered
-        raise RequestError("not_ready", f"The server is {state.stage}.", "Ask /ready first; retry soon.", status=503)
+        stage = state.stage
+        raise RequestError("not_ready", f"The server is not ready yet: {stage}.", "Wait for /ready.", status=503)
+    if not state.service.loop.is_alive:
+        raise RequestError(
+            "engine_stopped", "The engine's thread has ended.", "Restart the server; its log says why.", status=503
+        )
     return state.service
 
 

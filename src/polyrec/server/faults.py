@@ -52,7 +52,7 @@ def retry_after(state: ServerState) -> int:
     if state.service is None:
         return 1
     stats = state.service.loop.stats
-    per_request = stats.get("seconds_busy", 0.0) / max(stats.get("requests", 0), 1)
+    per_request = stats.get("busy_seconds", 0.0) / max(stats.get("requests", 0), 1)
     return min(max(math.ceil(state.service.loop.depth * per_request), 1), _MAX_RETRY_AFTER)
 
 

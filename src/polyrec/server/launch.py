@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from ..core.errors import ConfigError
 from .app import create_app
-from .loading import check_folder, load_service
+from .loading import check_start, load_service
 from .logs import FIELDS, LOGGER, configure_logs
 from .settings import ServerSettings
 from .state import DRAINING, ServerState, Service
@@ -35,7 +35,7 @@ def run_server(folder: str | Path, settings: ServerSettings, load: Load = load_s
     """
     folder = Path(folder).resolve()
     if load is load_service:
-        check_folder(folder)
+        check_start(folder, settings)
     state = ServerState(model_name=folder.name)
     with _listen(settings.host, settings.port) as listener:
         configure_logs(settings.log_level)

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from pathlib import Path
 
 from ..core.errors import CheckpointError
 from ..core.request import RecommendRequest
 from .chat import ChatPrompt, load_template
 from .settings import ServerSettings
-from .state import ServerState, Service
+from .state import Loop, ServerState, Service
 
-NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "catalog.parquet")
+NEEDED_FILES = ("config.json", "tokenizer.json", "catalog.parquet")
 
 
-def check_folder(folder: Path) -> None:
-    """Refuses a folder that cannot be served, before a port is opened."""
+def check_start(folder: Path, settings: ServerSettings) -> None:
+    """What must be right before a port is opened: the folder has its files, and the platform is there and complete."""
     if not folder.is_dir():
-        raise CheckpointError("model_missing", f"No model folder at {folder}.", "Train one with `polyrec train`.")
+        raise CheckpointError(
+            "model_folder_missing", f"There is no folder {folder}.", "Give a model folder made by `polyrec train`."
+        )
     if missing := [name for name in NEEDED_FILES if not (folder / name).is_file()]:
         raise CheckpointError(
-            "model_incomplete",
+            "model_folder_incomplete",
             f"{folder} lacks {', '.join(missing)}.",
-            "Serve a folder written by `polyrec train`.",
+            "Give a model folder made by `polyrec train`.",
         )
+    from ..hardware import HardwareConfig, get_hardware_backend
+
+    get_hardware_backend(HardwareConfig(platform=settings.hardware_platform))
 
 
 def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> Service:
     """Loads the model, starts its engine thread and has it answer one request, telling each stage in `state`."""
-    state.stage = "importing"
+    state.stage = "loading_model"
     import torch
 
+    from ..engine.engine import EngineConfig
     from ..engine.loop import EngineLoop
     from ..engine.recommender import Recommender
+    from ..engine.scheduler import BatchLimits
+    from ..hardware import HardwareConfig, get_hardware_backend
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    state.stage = "loading_model"
-    recommender = Recommender.from_pretrained(folder)
+    backend = get_hardware_backend(HardwareConfig(platform=settings.hardware_platform))
+    config = EngineConfig(limits=BatchLimits(max_requests=settings.max_batch))
+    recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
     state.stage = "warming_up"
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
-    first_item = recommender.catalog.item_ids[0]
-    loop.submit(RecommendRequest(history=[first_item], n=1)).result()
+    _answer_one(loop, recommender.catalog.item_ids[0])
     return Service(loop, recommender.layout, chat)
+
+
+def _answer_one(loop: Loop, item_id: str) -> None:
+    """Ready means that a request was answered; an engine that fails on it ends the start with its error."""
+    future = loop.submit(RecommendRequest(history=[item_id], n=1))
+    while not wait([future], timeout=0.5).done:
+        if not loop.is_alive:
+            raise RuntimeError("The engine's thread ended on its first request; its traceback is above.")
+    future.result()

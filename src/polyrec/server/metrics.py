@@ -18,9 +18,10 @@ ENDPOINTS = ("/v1/recommend", "/v1/chat/completions", "/v1/models", "/health", "
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ENGINE_COUNTERS = (
     ("requests", "polyrec_engine_requests", "Requests the engine finished."),
+    ("cancelled", "polyrec_engine_cancelled", "Requests cancelled while they waited."),
     ("batches", "polyrec_engine_batches", "Batches the engine ran."),
     ("prompt_tokens", "polyrec_engine_prompt_tokens", "Prompt tokens the engine read."),
-    ("seconds_busy", "polyrec_engine_busy_seconds", "Seconds the engine spent on batches."),
+    ("busy_seconds", "polyrec_engine_busy_seconds", "Seconds the engine spent on batches."),
 )
 
 

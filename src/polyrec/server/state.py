@@ -30,12 +30,16 @@ class Loop(Protocol):
         """Finishes what is queued, then ends the thread."""
 
     @property
+    def is_alive(self) -> bool:
+        """Whether its thread still serves."""
+
+    @property
     def depth(self) -> int:
         """Requests waiting."""
 
     @property
     def stats(self) -> Mapping[str, float]:
-        """Counters: requests, batches, prompt_tokens, seconds_busy."""
+        """Counters: requests, cancelled, batches, prompt_tokens, busy_seconds."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class ServerState:
     @property
     def ready(self) -> bool:
         """Whether recommendation requests are answered."""
-        return self.service is not None and self.stage == READY
+        return self.service is not None and self.stage == READY and self.service.loop.is_alive
 
     def serve(self, service: Service) -> None:
         """Opens the server for requests."""

@@ -1,0 +1,233 @@
+"""`polyrec serve` as a user starts it, around the real engine and a small model of random weights."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from processes import ServerProcess, eventually, metric
+
+from polyrec.engine.recommender import Recommender
+from polyrec.testing.tiny import write_tiny_model
+
+NUM_ITEMS = 1500
+
+
+def serve(folder: Path, *flags: str, **environment: str) -> ServerProcess:
+    command = [sys.executable, "-m", "polyrec.cli.main", "serve", str(folder), "--port", "0", *flags]
+    return ServerProcess(command, OMP_NUM_THREADS="1", **environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("process") / "tiny", num_items=NUM_ITEMS, seed=3)
+
+
+@pytest.fixture(scope="module")
+def recommender(folder: Path) -> Recommender:
+    return Recommender.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny_server(folder: Path) -> Iterator[ServerProcess]:
+    running = serve(folder, "--num-threads", "1")
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+def tiny_client(tiny_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as open_client:
+        yield open_client
+
+
+def test_the_answer_is_the_recommender_s(tiny_client: httpx.Client, recommender: Recommender) -> None:
+    sid = recommender.layout.text(recommender.catalog.codes[9])
+    history = ["item-4", ["item-7", "item-8"], sid, "nowhere"]
+    allow = [f"item-{row}" for row in range(0, NUM_ITEMS, 2)]
+    options = {"n": 20, "beam_width": 50, "exclude": ["item-10"], "allow": allow, "exclude_seen": True}
+    answer = tiny_client.post("/v1/recommend", json={"history": history, **options}).json()
+    expected = recommender.recommend(history, **options)  # type: ignore[arg-type]
+    assert [item["item_id"] for item in answer["items"]] == expected.item_ids
+    assert [item["sid"] for item in answer["items"]] == [item.sid for item in expected.items]
+    np.testing.assert_allclose(
+        [item["score"] for item in answer["items"]], [item.score for item in expected.items], atol=1e-4
+    )
+    assert answer["items"][0]["name"] == expected.items[0].name
+    assert [item["rank"] for item in answer["items"]] == list(range(1, 21))
+    assert answer["unknown_items"] == ["nowhere"]
+    assert (answer["source"], answer["score_rule"]) == ("model", "level")
+    assert not {"item-4", "item-7", "item-8", "item-9", "item-10"} & {item["item_id"] for item in answer["items"]}
+
+
+def test_cold_users(tiny_client: httpx.Client, recommender: Recommender) -> None:
+    answer = tiny_client.post("/v1/recommend", json={"history": ["nowhere"], "n": 5}).json()
+    counts = recommender.catalog.counts
+    assert answer["source"] == "popularity"
+    assert [item["score"] for item in answer["items"]] == sorted(counts.tolist(), reverse=True)[:5]
+    refused = tiny_client.post("/v1/recommend", json={"history": ["nowhere"], "cold": "error"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cold_history")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"history": ["item-1", "nowhere"], "unknown": "error"}, "unknown_items"),
+        ({"allow": ["nowhere"]}, "unknown_items"),
+        ({"exclude": ["nowhere"], "unknown": "error"}, "unknown_items"),
+        ({"n": 5000}, "n_out_of_range"),
+        ({"n": 0}, "n_out_of_range"),
+        ({"n": 9, "beam_width": 8}, "beam_width_out_of_range"),
+    ],
+)
+def test_the_engine_s_refusals(tiny_client: httpx.Client, change: dict[str, object], code: str) -> None:
+    refused = tiny_client.post("/v1/recommend", json={"history": ["item-1"], **change})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+
+
+def test_fewer_items_than_asked_when_no_more_may_come(tiny_client: httpx.Client) -> None:
+    body = {"history": ["item-1"], "n": 10, "allow": ["item-1", "item-2", "item-3"], "exclude": ["item-3"]}
+    items = tiny_client.post("/v1/recommend", json=body).json()["items"]
+    assert {item["item_id"] for item in items} == {"item-1", "item-2"}
+    nothing = tiny_client.post("/v1/recommend", json={**body, "exclude": ["item-1", "item-2", "item-3"]})
+    assert (nothing.status_code, nothing.json()["items"]) == (200, [])
+
+
+def test_1024_items(tiny_client: httpx.Client, recommender: Recommender) -> None:
+    answer = tiny_client.post("/v1/recommend", json={"history": ["item-1"], "n": 1024}).json()
+    ids = [item["item_id"] for item in answer["items"]]
+    scores = [item["score"] for item in answer["items"]]
+    assert len(set(ids)) == 1024
+    assert all(recommender.catalog.row(item) is not None for item in ids)
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_a_very_long_history_is_cut(tiny_client: httpx.Client) -> None:
+    answer = tiny_client.post("/v1/recommend", json={"history": [f"item-{row % NUM_ITEMS}" for row in range(9000)]})
+    assert len(answer.json()["items"]) == 10
+
+
+def test_chat_says_what_recommend_says(tiny_client: httpx.Client, recommender: Recommender) -> None:
+    rows = np.array([3, 5, 6])
+    prompt = recommender.tokenizer.decode(recommender.prompt_of(rows, np.array([0, 1, 1])).tolist())
+    body = {"messages": [{"role": "user", "content": prompt.removesuffix("<|sid_begin|>")}], "n": 16}
+    answer = tiny_client.post("/v1/chat/completions", json=body).json()
+    expected = recommender.recommend(["item-3", ["item-5", "item-6"]], n=16)
+    contents = [choice["message"]["content"] for choice in answer["choices"]]
+    assert contents == [f"<|sid_begin|>{item.sid}<|sid_end|>" for item in expected.items]
+    np.testing.assert_allclose(
+        [choice["sglext"]["sequence_score"] for choice in answer["choices"]],
+        [item.score for item in expected.items],
+        atol=1e-4,
+    )
+    assert answer["usage"]["prompt_tokens"] == len(recommender.prompt_of(rows, np.array([0, 1, 1])))
+
+
+def test_chat_refuses_too_long_a_prompt(tiny_client: httpx.Client, recommender: Recommender) -> None:
+    content = "<s_a_1>" * recommender.max_prompt_tokens
+    refused = tiny_client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_too_long")
+
+
+def test_32_clients_get_their_own_answers(tiny_server: ServerProcess, recommender: Recommender) -> None:
+    """Whatever shares its batch, an answer is the one its history gets alone."""
+    start = threading.Barrier(32)
+
+    def work(number: int) -> list[dict[str, object]]:
+        with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+            start.wait()
+            body = {"history": [f"item-{number}", f"item-{2 * number + 1}"], "n": 5 + number}
+            return client.post("/v1/recommend", json=body).json()["items"]
+
+    with ThreadPoolExecutor(32) as pool:
+        for number, items in enumerate(pool.map(work, range(32))):
+            ids = [item["item_id"] for item in items]
+            assert len(set(ids)) == 5 + number
+            alone = recommender.recommend([f"item-{number}", f"item-{2 * number + 1}"], n=5 + number)
+            assert ids == alone.item_ids
+
+
+def test_metrics_of_the_engine(tiny_client: httpx.Client) -> None:
+    tiny_client.post("/v1/recommend", json={"history": ["item-1"]})
+    for name in ("requests_total", "batches_total", "prompt_tokens_total", "busy_seconds_total"):
+        assert metric(tiny_client, f"polyrec_engine_{name}") > 0, name
+
+
+def test_a_full_queue_and_leavers_under_load(folder: Path) -> None:
+    """64 heavy requests against a queue of one: each is answered or told to come back, then all is well again."""
+    server = serve(folder, "--max-queue", "1", "--max-batch", "1", "--num-threads", "1")
+    try:
+        body = {"history": [f"item-{row}" for row in range(40)], "n": 1024}
+
+        def work(number: int) -> int:
+            try:
+                patience = 0.05 if number % 8 == 7 else 60
+                return httpx.post(f"{server.url}/v1/recommend", json=body, timeout=patience).status_code
+            except httpx.TimeoutException:
+                return 0
+
+        with ThreadPoolExecutor(64) as pool:
+            outcomes = list(pool.map(work, range(64)))
+        assert {200, 429} <= set(outcomes) <= {0, 200, 429}
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            eventually(lambda: metric(client, "polyrec_queue_depth") == 0, "the queue empties")
+            assert client.post("/v1/recommend", json=body).status_code == 200
+        assert not [line for line in server.logs() if line.get("status") == 500]
+    finally:
+        assert server.stop() == 0
+
+
+def test_sigterm_answers_what_is_here(folder: Path) -> None:
+    server = serve(folder, "--max-batch", "1", "--num-threads", "1", "--api-key", "k")
+    body = {"history": ["item-1"], "n": 1024}
+
+    def work(_: int) -> int:
+        return httpx.post(f"{server.url}/v1/recommend", json=body, headers={"X-API-Key": "k"}, timeout=60).status_code
+
+    try:
+        with ThreadPoolExecutor(16) as pool, httpx.Client(base_url=server.url, headers={"X-API-Key": "k"}) as client:
+            answers = [pool.submit(work, number) for number in range(16)]
+            # 16, and the request for /metrics itself: all have arrived.
+            counted = 'polyrec_http_requests_total{endpoint="/v1/recommend",status="200"}'
+            eventually(
+                lambda: metric(client, "polyrec_http_requests_in_flight") - 1 + metric(client, counted) >= 16,
+                "all arrived",
+            )
+            server.terminate()
+            assert [answer.result() for answer in answers] == [200] * 16
+        assert server.process.wait(60) == 0
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--host", "0.0.0.0"], "api_key_required"),
+        (["--max-n", "0"], "config_invalid"),
+        (["--timeout", "0"], "config_invalid"),
+    ],
+)
+def test_wrong_flags_end_with_a_code(folder: Path, flags: list[str], code: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)ended with 2: .*{code}") as failure:
+        serve(folder, *flags)
+    assert "Traceback" not in str(failure.value)
+
+
+def test_a_folder_without_weights_ends_with_a_code(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "catalog.parquet", "polyrec.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    command = [sys.executable, "-m", "polyrec.cli.main", "serve", str(tmp_path), "--port", "0"]
+    server = ServerProcess(command, wait_ready=False)
+    try:
+        assert server.process.wait(60) == 2
+        assert "Traceback" not in server.errors()
+        assert "What to do" in server.errors()
+    finally:
+        server.stop()
