@@ -36,7 +36,7 @@ def brute_force(vectors: np.ndarray, codebooks: Codebooks, taken: set[tuple[int,
         prefix: tuple[int, ...] = ()
         for level in range(len(sizes)):
             open_codes = {sid[level] for sid in free if sid[:level] == prefix}
-            code = min(open_codes, key=lambda c: (((point - centroids[level][c]) ** 2).sum(), c))  # noqa: B023
+            code = min(open_codes, key=lambda c: (((point - centroids[level][c]) ** 2).sum(), c))
             point = point - centroids[level][code]
             prefix = (*prefix, code)
         return prefix

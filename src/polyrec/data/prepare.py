@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 from scipy import sparse
+from tokenizers import Tokenizer
 
 from ..core.config import Settings
 from ..core.errors import ConfigError, DataError
@@ -123,7 +124,7 @@ def load_source(config: PrepareConfig) -> Dataset:
 
 
 def plan(dataset: Dataset, config: PrepareConfig) -> dict[str, Any]:
-    """What `prepare` would make, without making it: JSON-able."""
+    """What `prepare` would make, without making it: JSON-able. Settings that cannot work are errors here already."""
     num_items = dataset.items.height
     sizes = config.codebook_sizes or choose_codebook_sizes(num_items, config.depth)
     space = code_space(sizes)
@@ -133,6 +134,7 @@ def plan(dataset: Dataset, config: PrepareConfig) -> dict[str, Any]:
             f"{num_items:,} items need a SID each, but codebooks {tuple(sizes)} have only {space:,}.",
             "Choose larger --codebook-sizes or a greater --depth, or leave both out.",
         )
+    _make_tokenizer(config, sizes)
     with_text = dataset.items["text"].count()
     return {
         "num_events": dataset.events.height,
@@ -197,10 +199,7 @@ def prepare(
         names=dataset.items["name"].to_list(),
         counts=np.bincount(known.items, minlength=len(codes)),
     )
-    if config.tokenizer is None:
-        tokenizer = build_tokenizer(codebooks.sizes)
-    else:
-        tokenizer = extend_tokenizer(config.tokenizer, codebooks.sizes)
+    tokenizer = _make_tokenizer(config, codebooks.sizes)
     step("quality report")
     report = quality_report(vectors, codebooks, codes, config.seed)
     step("files")
@@ -265,6 +264,10 @@ def _auto_kind(texts: list[str | None], contexts: sparse.csr_matrix) -> str:
             "Name text columns (--text-column), bring more events, or bring vectors (--vectors FILE.npy).",
         )
     return "joined" if has_text and has_pairs else "text" if has_text else "cooccurrence"
+
+
+def _make_tokenizer(config: PrepareConfig, sizes: tuple[int, ...]) -> Tokenizer:
+    return extend_tokenizer(config.tokenizer, sizes) if config.tokenizer else build_tokenizer(sizes)
 
 
 def _recipe_digest(dataset: Dataset, config: PrepareConfig) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,12 +109,21 @@ class Catalog:
             table = pl.read_parquet(path)
         except (pl.exceptions.PolarsError, OSError) as error:
             raise CatalogError("catalog_unreadable", f"{path} is not a Parquet file: {error}.", remedy) from error
-        if missing := {"item_id", "name", "count", "sid"} - set(table.columns):
+        kinds: dict[str, Any] = {"item_id": pl.String, "name": pl.String, "count": pl.Int64, "sid": pl.List(pl.Int32)}
+        if missing := kinds.keys() - set(table.columns):
             raise CatalogError("catalog_unreadable", f"{path} lacks the columns {', '.join(sorted(missing))}.", remedy)
+        try:
+            table = table.select(pl.col(name).cast(kind) for name, kind in kinds.items())
+        except pl.exceptions.PolarsError as error:
+            raise CatalogError("catalog_unreadable", f"{path} has columns of other kinds: {error}.", remedy) from error
         lengths = table["sid"].list.len().unique().to_list()
-        if len(lengths) != 1 or lengths[0] in (0, None):
+        holes = table["item_id"].null_count() + table["count"].null_count() + table["sid"].explode().null_count()
+        if len(lengths) != 1 or not lengths[0] or holes:
             raise CatalogError(
-                "catalog_unreadable", f"{path} has SIDs of lengths {lengths}; one depth is needed.", remedy
+                "catalog_unreadable",
+                f"{path} has {len(table)} items with SIDs of lengths {lengths} and {holes} empty fields; each item needs "
+                "an id, a count and a SID of one length.",
+                remedy,
             )
         codes = table["sid"].explode().to_numpy().reshape(len(table), lengths[0])
         return cls(table["item_id"].to_list(), codes, table["name"].to_list(), table["count"].to_numpy())

@@ -91,11 +91,11 @@ def choose_codebook_sizes(num_items: int, depth: int = 3) -> tuple[int, ...]:
 
     Then a prefix holds few items, and the last level's codes, as many again, leave room to part them. Smaller codebooks
     crowd the prefixes; larger ones have more codes than k-means has items to fit them to, so later levels fit noise,
-    tokens are too rare to be learnt, and neighbours stop sharing a prefix. Where that rule does
-    not leave room (depth 1 and 2, few items), the code space is at least four times the catalog.
+    tokens are too rare to be learnt, and neighbours stop sharing a prefix. Where that rule leaves too little room
+    (depth 1 and 2, few items), the code space is at least four times the catalog.
     """
     if num_items < 1 or depth < 1:
-        raise ConfigError("codebook_sizes", f"Cannot choose sizes for {num_items} items and depth {depth}.")
+        raise ConfigError("codebook_sizes", f"No sizes for {num_items} items and depth {depth}.", "Need at least 1.")
     one_per_prefix = round(math.log2(num_items) / max(depth - 1, 2))
     four_times = math.ceil(math.log2(4 * num_items) / depth)
     return (2 ** max(one_per_prefix, four_times, 2),) * depth
@@ -108,7 +108,9 @@ def fit_codebooks(vectors: np.ndarray, sizes: tuple[int, ...], seed: int = 0) ->
     """
     vectors = np.asarray(vectors, np.float32)
     if vectors.ndim != 2 or 0 in vectors.shape:
-        raise CatalogError("catalog_empty", f"Codebooks need items, got vectors of shape {vectors.shape}.")
+        raise CatalogError(
+            "catalog_empty", f"Codebooks need items, got vectors of shape {vectors.shape}.", "Add items."
+        )
     code_space(sizes)
     mean = vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
     std = vectors.std(axis=0, dtype=np.float64).astype(np.float32)
@@ -233,12 +235,11 @@ def nearest(vectors: np.ndarray, centroids: np.ndarray, block: int = 8192) -> tu
 
 def code_space(sizes: tuple[int, ...]) -> int:
     """How many SIDs there are; sizes must be positive and the product fit a 64-bit key."""
+    remedy = "Give 1 to 26 sizes of at least 1, or leave --codebook-sizes out."
     if not sizes or min(sizes) < 1 or len(sizes) > 26:
-        raise ConfigError("codebook_sizes", f"Codebook sizes must be 1 to 26 positive numbers, got {tuple(sizes)}.")
+        raise ConfigError("codebook_sizes", f"Codebook sizes {list(sizes)} cannot be used.", remedy)
     if (space := math.prod(int(size) for size in sizes)) >= 2**63:
-        raise ConfigError(
-            "codebook_sizes", f"Codebook sizes {tuple(sizes)} span {space} SIDs, more than 2^63.", "Use fewer levels."
-        )
+        raise ConfigError("codebook_sizes", f"Codebook sizes {list(sizes)} span more than 2^63 SIDs.", remedy)
     return space
 
 
