@@ -1,0 +1,134 @@
+"""`polyrec evaluate`: flags to one evaluation of a model, or of the baselines alone, on a prepared folder."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..data.histories import Histories
+    from ..evaluation.run import InvalidRate, Ranker
+
+
+class StageName(str, Enum):
+    """The stages that can be asked."""
+
+    validation = "validation"
+    test = "test"
+
+
+class ProtocolChoice(str, Enum):
+    """The protocols, or both."""
+
+    new = "new"
+    all = "all"
+    both = "both"
+
+
+class Platform(str, Enum):
+    """Platforms the engine runs on."""
+
+    auto = "auto"
+    cpu = "cpu"
+
+
+def evaluate(
+    data: Annotated[Path, typer.Option(help="A folder made by `polyrec prepare`.")],
+    model: Annotated[Path | None, typer.Option(help="A model folder; without it, the baselines alone.")] = None,
+    stage: Annotated[StageName, typer.Option(help="Which events are asked for.")] = StageName.test,
+    protocol: Annotated[
+        ProtocolChoice,
+        typer.Option(help="new: items not bought before, bought ones masked; all: everything, nothing masked."),
+    ] = ProtocolChoice.both,
+    ks: Annotated[str, typer.Option(help="Cut-offs, as in 5,10.")] = "5,10",
+    max_users: Annotated[int | None, typer.Option(min=1, help="Ask only so many users, drawn by the seed.")] = None,
+    beam_width: Annotated[int | None, typer.Option(min=1, help="Prefixes that live in the search.")] = None,
+    fit_only: Annotated[
+        bool, typer.Option("--fit-only", help="Baselines learn from fit events alone, without validation.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json, .md and .png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
+    samples: Annotated[int, typer.Option(min=2, help="Bootstrap draws behind the intervals.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of --max-users.")] = 0,
+    hardware_platform: Annotated[Platform, typer.Option(help="Where the engine runs.")] = Platform.auto,
+) -> None:
+    """Measure a model beside popularity and itemKNN: full ranking, with confidence intervals."""
+    from rich.console import Console
+
+    from ..core.console import progress_bar
+    from ..data.interactions import load_histories
+    from ..evaluation.run import ProtocolName
+    from ..evaluation.run import evaluate as run
+
+    cuts = _cuts(ks)
+    protocols: tuple[ProtocolName, ...] = ("new", "all")
+    if protocol is not ProtocolChoice.both:
+        protocols = (protocol.value,)
+    histories = load_histories(data)
+    rankings: dict[str, Ranker] = {}
+    invalid_rates: dict[str, InvalidRate] = {}
+    if model:
+        rankings, invalid_rates = _model_methods(model, data, histories, beam_width, hardware_platform.value)
+    with progress_bar() as progress:
+        result = run(
+            rankings,
+            histories,
+            stage.value,
+            cuts,
+            protocols=protocols,
+            max_users=max_users,
+            fit_on="fit-split" if fit_only else "before-stage",
+            invalid_rates=invalid_rates,
+            samples=samples,
+            seed=seed,
+            progress=progress,
+        )
+    paths = result.save(out) if out else []
+    if as_json:
+        print(json.dumps(result.to_dict(), ensure_ascii=False))
+        return
+    console = Console()
+    for table in result.to_tables():
+        console.print(table)
+        console.print()
+    for path in paths:
+        console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _cuts(ks: str) -> tuple[int, ...]:
+    from ..core.errors import ConfigError
+
+    parts = [part.strip() for part in ks.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError("ks_invalid", f"--ks {ks!r} is not a list of numbers from 1.", "Write it as 5,10.")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _model_methods(
+    model: Path, data: Path, histories: Histories, beam_width: int | None, platform: str
+) -> tuple[dict[str, Ranker], dict[str, InvalidRate]]:
+    """The model as one more ranking; its catalog's rows must be those of the histories."""
+    from functools import partial
+
+    from ..core.config import make_settings
+    from ..core.errors import CatalogError
+    from ..engine.recommender import Recommender
+    from ..hardware.base.registry import HardwareConfig, get_hardware_backend
+    from ..sid.catalog import Catalog
+
+    backend = get_hardware_backend(make_settings(HardwareConfig, {"platform": platform}, where="--hardware-platform"))
+    recommender = Recommender.from_pretrained(model, backend=backend)
+    if list(recommender.catalog.item_ids) != list(Catalog.load(data / "catalog.parquet").item_ids):
+        raise CatalogError(
+            "catalog_mismatch",
+            f"The catalog of {model} ({len(recommender.catalog):,} items) is not that of {data} "
+            f"({histories.num_items:,} items), so their rows mean different items.",
+            "Evaluate the model on the prepared folder that it was trained from.",
+        )
+    name = "Polyrec"
+    rank = partial(recommender.rank_rows, beam_width=beam_width)
+    return {name: rank}, {name: partial(recommender.unconstrained_invalid_rate, beam_width=beam_width)}

@@ -1,0 +1,1 @@
+"""How good a ranking is: metrics, the baselines every model stands beside, and the run that compares them."""
