@@ -37,7 +37,7 @@ def per_user_metrics(ranked: np.ndarray, eval_set: EvalSet, ks: tuple[int, ...])
     values: dict[str, np.ndarray] = {}
     for k in ks:
         cut: np.ndarray = hits[:, :k]
-        values[f"HR@{k}"] = cut.any(axis=1).astype(np.float64)
+        values[f"HR@{k}"] = np.asarray(cut.any(axis=1), np.float64)
         values[f"Recall@{k}"] = np.asarray(cut.sum(axis=1) / num_targets)
         values[f"NDCG@{k}"] = np.asarray((cut * discount[:k]).sum(axis=1) / ideal[np.minimum(k, num_targets)])
         values[f"MRR@{k}"] = (cut / place[:k]).max(axis=1)
