@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,17 +60,29 @@ class ChatPrompt:
         return encoding.ids if encoding.ids[-1] == begin else [*encoding.ids, begin]
 
     def _unknown_text(self, text: str, encoding: Encoding) -> list[str]:
-        """Pieces of `text` that became the unknown token, or no token at all (spaces aside)."""
+        """What in `text` became the unknown token, or no token at all (spaces aside)."""
         unknown_token = getattr(self.tokenizer.model, "unk_token", None)
         unknown_id = self.tokenizer.token_to_id(unknown_token) if unknown_token is not None else None
-        pieces, covered = [], 0
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            pieces.extend(text[covered:start].split())
-            if token == unknown_id:
-                pieces.append(text[start:end])
-            covered = max(covered, end)
-        pieces.extend(text[covered:].split())
-        return pieces
+        places = zip(encoding.ids, encoding.offsets, strict=True)
+        pieces = [text[start:end] for token, (start, end) in places if token == unknown_id]
+        if _is_covered(text, encoding):
+            return pieces
+        # A tokenizer without an unknown token drops what it does not know, and the places of what follows slip; which
+        # word was at fault shows by asking for each alone.
+        words = dict.fromkeys(text.split())
+        return pieces + [
+            word for word in words if not _is_covered(word, self.tokenizer.encode(word, add_special_tokens=False))
+        ]
+
+
+def _is_covered(text: str, encoding: Encoding) -> bool:
+    """Whether each character but spaces belongs to a token."""
+    covered = 0
+    for start, end in encoding.offsets:
+        if text[covered:start].strip():
+            return False
+        covered = max(covered, end)
+    return not text[covered:].strip()
 
 
 def load_template(folder: Path) -> Render | None:
@@ -88,7 +102,10 @@ def compile_template(template: str, config: dict[str, Any]) -> Render:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    # What transformers gives to templates, beside Jinja's own; its tojson does not escape HTML.
     environment.globals["raise_exception"] = _raise_from_template
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         compiled = environment.from_string(template)
     except jinja2.TemplateError as error:
