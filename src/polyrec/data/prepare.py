@@ -135,6 +135,7 @@ def plan(dataset: Dataset, config: PrepareConfig) -> dict[str, Any]:
             "Choose larger --codebook-sizes or a greater --depth, or leave both out.",
         )
     _make_tokenizer(config, sizes)
+    by_default = "basket" if dataset.kind == "basket" else "leave-one-out"
     with_text = dataset.items["text"].count()
     return {
         "num_events": dataset.events.height,
@@ -142,7 +143,7 @@ def plan(dataset: Dataset, config: PrepareConfig) -> dict[str, Any]:
         "num_items": num_items,
         "num_items_with_text": with_text,
         "kind": dataset.kind,
-        "split": config.split,
+        "split": by_default if config.split == "auto" else config.split,
         "vectors": ("joined" if with_text else "cooccurrence") if config.vectors == "auto" else config.vectors,
         "codebook_sizes": list(sizes),
         "code_space": space,
