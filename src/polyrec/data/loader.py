@@ -1,0 +1,115 @@
+"""Which examples a training step sees. A step's batch follows from the seed and the step's number alone, so a resumed run
+needs no loader state. Imports no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from ..core.config import Settings
+from ..core.errors import TrainingError
+from .histories import Histories
+from .packing import Example, PackedBatch, pack
+from .prompt import PromptBuilder
+
+
+class SamplingConfig(Settings):
+    """How examples are drawn.
+
+    batch_size: examples a step. max_targets: branches per example, drawn from the target basket.
+    shuffle_baskets: order inside a basket is drawn anew each time (it means nothing).
+    complete_baskets: share of examples whose prompt already holds a part of the target basket.
+    prompt_weight: weight of the codes inside prompts (0: targets only). repeat_weight: weight of targets already in the
+    history; 0 trains for new items only.
+    """
+
+    batch_size: int = Field(32, ge=1)
+    max_targets: int = Field(16, ge=1)
+    shuffle_baskets: bool = True
+    complete_baskets: float = Field(0.25, ge=0, le=1)
+    prompt_weight: float = Field(1.0, ge=0)
+    basket_weight: float = Field(0.0, ge=0)
+    first_baskets: bool = False
+    repeat_weight: float = Field(1.0, ge=0)
+
+
+class ExampleLoader:
+    """Draws batches from histories that end before the stage they are judged on.
+
+    codes: int32 [I, S] of the catalog. An epoch visits every basket that has a history before it once (in data without
+    baskets: every user once, with the last event as target and the earlier ones labelled inside the prompt).
+    """
+
+    def __init__(
+        self, histories: Histories, codes: np.ndarray, prompts: PromptBuilder, config: SamplingConfig, seed: int
+    ) -> None:
+        self._histories = histories
+        self._codes = codes
+        self._prompts = prompts
+        self._config = config
+        self._seed = seed
+        self._starts = example_starts(histories, first_baskets=config.first_baskets)
+        if len(self._starts) == 0:
+            raise TrainingError(
+                "nothing_to_train_on",
+                "No user has two baskets (or events) before the split.",
+                "Use more data, or another --split.",
+            )
+
+    @property
+    def examples_per_epoch(self) -> int:
+        return len(self._starts)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self._starts) // self._config.batch_size)
+
+    def batch(self, step: int) -> PackedBatch:
+        """The batch of a step, counted from 0."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._starts))
+        size = self._config.batch_size
+        rng = np.random.default_rng([self._seed, epoch, place])
+        examples = [self._example(int(index), rng) for index in order[place * size : (place + 1) * size]]
+        return pack(examples, self._prompts.layout)
+
+    def _example(self, index: int, rng: np.random.Generator) -> Example:
+        """Events before `begin` are history, `begin … end` is the target basket."""
+        first, begin, end = self._starts[index]
+        items, baskets = self._histories.items, self._histories.baskets
+        history, history_baskets, target = items[first:begin], baskets[first:begin], items[begin:end]
+        config = self._config
+        if config.shuffle_baskets:
+            # Only what the prompt can hold is drawn anew: whole baskets, so that the cut still falls on drawn order.
+            order = np.lexsort((rng.random(len(history)), history_baskets))
+            history = history[order]
+            target = rng.permutation(target)
+        complete = begin == first or rng.random() < config.complete_baskets
+        given = int(rng.integers(1, len(target))) if len(target) > 1 and complete else 0
+        if given:
+            history = np.concatenate([history, target[:given]])
+            history_baskets = np.concatenate([history_baskets, np.full(given, baskets[begin])])
+            target = target[given:]
+        target = target[: config.max_targets]
+        weights = np.where(np.isin(target, history), config.repeat_weight, 1.0)
+        prompt = self._prompts.build(self._codes[history], history_baskets)
+        return Example(prompt, self._codes[target], weights, config.prompt_weight, config.basket_weight)
+
+
+def example_starts(histories: Histories, *, first_baskets: bool) -> np.ndarray:
+    """int64 [N, 3]: first event of the user, first and one-past-last event of a target basket, history not empty.
+
+    first_baskets: a user's first basket counts too if it has two items: a part of it is the history of the rest.
+    """
+    starts = []
+    for user in range(histories.num_users):
+        first, last = int(histories.offsets[user]), int(histories.offsets[user + 1])
+        if last - first < 2:
+            continue
+        opens = first + np.flatnonzero(np.diff(histories.baskets[first:last])) + 1
+        if first_baskets and histories.kind == "basket" and (opens[0] if len(opens) else last) - first > 1:
+            opens = np.append(first, opens)
+        ends = np.append(opens[1:], last)[: len(opens)]
+        keep = slice(-1, None) if histories.kind == "sequence" else slice(None)
+        starts += [(first, int(begin), int(end)) for begin, end in zip(opens[keep], ends[keep], strict=True)]
+    return np.array(starts, np.int64).reshape(-1, 3)

@@ -1,0 +1,1 @@
+"""Training a recommender: recipe, objective, trainer, checkpoints."""

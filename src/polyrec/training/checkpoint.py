@@ -1,0 +1,81 @@
+"""Checkpoints of a run: everything a later process needs to go on as if nothing had happened. Each is whole or absent."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..core.errors import TrainingError
+from ..core.files import atomic_folder, read_json, write_json
+
+_PREFIX = "step-"
+
+
+@dataclass
+class Progress:
+    """Where a run is. step: optimizer steps done. best: highest validation NDCG@10 and the step it was seen at.
+    since_best: validations since. seconds: training time so far."""
+
+    step: int = 0
+    best: float = -1.0
+    best_step: int = 0
+    since_best: int = 0
+    seconds: float = 0.0
+
+
+def save_checkpoint(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    rng: torch.Tensor,
+    best: dict[str, torch.Tensor],
+    keep: int,
+) -> None:
+    """Writes `step-N` and then removes all but the newest `keep`. best: weights of the best validation, or empty."""
+    with atomic_folder(folder / f"{_PREFIX}{progress.step:08d}") as temporary:
+        save_file(snapshot(model), temporary / "model.safetensors")
+        torch.save({"optimizer": optimizer.state_dict(), "rng": rng}, temporary / "optimizer.pt")
+        if best:
+            torch.save(best, temporary / "best.pt")
+        write_json(temporary / "progress.json", asdict(progress))
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Progress, torch.Tensor]:
+    """Puts a checkpoint into model and optimizer; returns its progress and generator state."""
+    restore(model, load_file(path / "model.safetensors"))
+    state = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**read_json(path / "progress.json")), state["rng"]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All whole checkpoints, oldest first."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "progress.json").is_file())
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A host copy of all parameters, by our own names."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def restore(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copies a snapshot back."""
+    parameters = dict(model.named_parameters())
+    if set(parameters) != set(weights):
+        raise TrainingError(
+            "checkpoint_of_another_model",
+            "The checkpoint's weights are not this model's.",
+            "Use --force to start anew.",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])

@@ -1,0 +1,100 @@
+"""The training loop. `train_step` is the life of one step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import TrainingError
+from ..data.loader import ExampleLoader
+from ..hardware.base.backend import HardwareBackend
+from .checkpoint import Progress
+from .objective import Objective
+from .recipe import OptimConfig, learning_rate
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What one step tells. step: from 1. loss: mean over labels; by_level: of each SID level. tokens: packed tokens run."""
+
+    step: int
+    loss: float
+    by_level: tuple[float, ...]
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+
+
+class Trainer:
+    """Model, optimizer and data of one run. `progress` says where it is; whoever resumes a run sets it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loader: ExampleLoader,
+        objective: Objective,
+        config: OptimConfig,
+        steps: int,
+        backend: HardwareBackend,
+    ) -> None:
+        self.model = model
+        self.optimizer = make_optimizer(model, config)
+        self.progress = Progress()
+        self._loader = loader
+        self._objective = objective
+        self._config = config
+        self._steps = steps
+        self._runtime = backend.runtime
+
+    def train_step(self) -> StepFacts:
+        """Batch, forward, backward, clip, update."""
+        started = time.perf_counter()
+        step = self.progress.step
+        batch = self._loader.batch(step)
+        rate = self._set_rate(step)
+        loss = self._objective(self.model, batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.mean.backward()
+        norm = self._clip(step, loss.mean, rate)
+        self.optimizer.step()
+        seconds = time.perf_counter() - started
+        self.progress.step += 1
+        self.progress.seconds += seconds
+        by_level = tuple(loss.by_level.tolist())
+        return StepFacts(step + 1, loss.mean.item(), by_level, norm, rate, len(batch.token_ids), seconds)
+
+    def run(self, on_step: Callable[[StepFacts], bool]) -> None:
+        """Steps until the last one, or until `on_step` returns False."""
+        self.model.train()
+        while self.progress.step < self._steps and on_step(self.train_step()):
+            pass
+
+    def _set_rate(self, step: int) -> float:
+        rate = learning_rate(self._config, step, self._steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _clip(self, step: int, loss: torch.Tensor, rate: float) -> float:
+        """Clips the gradient; a norm that is not finite stops the run before it can spoil the weights."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm))
+        if not math.isfinite(norm):
+            raise TrainingError(
+                "gradient_not_finite",
+                f"Step {step + 1}: the gradient's norm is {norm}, the loss {loss.item():.4f}, the learning rate {rate:.2e}.",
+                "Lower optim.learning_rate or optim.clip_norm; the last checkpoint is from before this step.",
+            )
+        return norm
+
+
+def make_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW; norms and biases do not decay (Loshchilov and Hutter, 2019)."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
