@@ -106,7 +106,7 @@ class EngineLoop:
 
     def _collect(self) -> list[tuple[Prepared, Future[Recommendation]]]:
         """What waits now, up to one batch; a future that its client cancelled is left out."""
-        waiting = []
+        waiting: list[tuple[Prepared, Future[Recommendation]]] = []
         limit = self.recommender.engine.config.limits.max_requests
         timeout: float | None = _IDLE_WAIT_S
         while len(waiting) < limit:

@@ -17,6 +17,7 @@ from ..data.histories import EvalSet
 from ..data.prompt import PromptBuilder
 from ..hardware import HardwareBackend, get_hardware_backend
 from ..models.checkpoint import load_model
+from ..models.spec import Decoder
 from ..sid.trie import build_trie, complete_trie, leaves_of_rows
 from .batching import SearchRequest, SearchResult
 from .engine import Engine, EngineConfig
@@ -38,7 +39,7 @@ class Recommender:
     """A trained model with its catalog, ready to answer. Calls from several threads are served one after another."""
 
     def __init__(
-        self, model: Any, folder: ModelFolder, backend: HardwareBackend, config: EngineConfig | None = None
+        self, model: Decoder, folder: ModelFolder, backend: HardwareBackend, config: EngineConfig | None = None
     ) -> None:
         self.catalog = folder.catalog
         self.layout = folder.layout

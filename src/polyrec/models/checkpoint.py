@@ -14,12 +14,12 @@ from ..core.errors import CheckpointError
 from ..core.files import atomic_path, read_json, write_json
 from ..hardware.base.backend import HardwareBackend
 from .registry import model_spec
-from .spec import ModelSpec
+from .spec import Decoder, ModelSpec
 
 _INDEX = "model.safetensors.index.json"
 
 
-def load_model(folder: str | Path, backend: HardwareBackend, dtype: torch.dtype | None = None) -> torch.nn.Module:
+def load_model(folder: str | Path, backend: HardwareBackend, dtype: torch.dtype | None = None) -> Decoder:
     """Builds the folder's model on the backend's device in evaluation mode. dtype None: fp32.
 
     A missing, unexpected or misshapen weight is a CheckpointError: nothing is loaded by half.
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def build_model(
     spec: ModelSpec, values: dict[str, Any], backend: HardwareBackend, dtype: torch.dtype | None = None
-) -> torch.nn.Module:
+) -> Decoder:
     """An uninitialised model from config values, on the backend's device."""
     model = spec.build(spec.read_config(values), backend.ops)
     return model.to(device=backend.runtime.device, dtype=dtype or torch.float32)

@@ -19,7 +19,7 @@ from ..layers.attention import Attention
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryAngles
-from .spec import ModelSpec
+from .spec import Decoder, ModelSpec
 
 
 class Qwen3Config(Settings):
@@ -103,12 +103,12 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class Qwen3(nn.Module):
+class Qwen3(Decoder):
     """Token ids -> last hidden states; `head_weight` turns those into logits (tied to the embedding or not)."""
 
     def __init__(self, config: Qwen3Config, ops: PlatformOps) -> None:
         super().__init__()
-        self.config = config
+        self.config: Qwen3Config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, ops) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)

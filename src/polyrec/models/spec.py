@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.config import Settings
 from ..hardware.base.attention import AttentionPlan
@@ -26,23 +26,24 @@ class DecoderConfig(Protocol):
     max_position_embeddings: int
 
 
-class Decoder(Protocol):
-    """A model as the engine and the trainer see it (an nn.Module)."""
+class Decoder(nn.Module):
+    """A model as the engine and the trainer see it."""
 
-    config: Any
+    config: DecoderConfig
+    embed_tokens: nn.Embedding
 
     @property
     def head_weight(self) -> Tensor:
         """[V, D]."""
-        ...
+        raise NotImplementedError
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """int64 [T], int64 [T] -> normed hidden states [T, D]."""
-        ...
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]."""
+        raise NotImplementedError
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draws fresh weights."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ModelSpec:
     """merged: our merged projection -> Hugging Face's projections in the order they are concatenated."""
 
     architecture: str
-    build: Callable[[Any, PlatformOps], torch.nn.Module]
+    build: Callable[[Any, PlatformOps], Decoder]
     read_config: Callable[[dict[str, Any]], Settings]
     write_config: Callable[[Any], dict[str, Any]]
     merged: Mapping[str, tuple[str, ...]]

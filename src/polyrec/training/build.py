@@ -16,7 +16,7 @@ from ..hardware.base.backend import HardwareBackend
 from ..models.checkpoint import build_model, load_weights, read_config
 from ..models.extend import extend_checkpoint
 from ..models.registry import model_spec
-from ..models.spec import ModelSpec
+from ..models.spec import Decoder, ModelSpec
 from ..sid.layout import SidLayout
 from ..sid.quantizer import Codebooks
 from ..sid.tokenizer import load_tokenizer, num_tokens
@@ -30,7 +30,7 @@ def start_model(
     codebooks: Codebooks,
     max_tokens: int,
     backend: HardwareBackend,
-) -> tuple[torch.nn.Module, ModelSpec]:
+) -> tuple[Decoder, ModelSpec]:
     """num_vocab: tokens of the prepared tokenizer. max_tokens: longest prompt and SID, which the positions must hold."""
     if config.init_from:
         return _extended(Path(config.init_from), config, num_vocab, backend)
@@ -75,9 +75,7 @@ def _fresh_config(config: TrainConfig, num_vocab: int, max_tokens: int) -> dict[
     return values
 
 
-def _extended(
-    source: Path, config: TrainConfig, num_vocab: int, backend: HardwareBackend
-) -> tuple[torch.nn.Module, ModelSpec]:
+def _extended(source: Path, config: TrainConfig, num_vocab: int, backend: HardwareBackend) -> tuple[Decoder, ModelSpec]:
     """The source checkpoint with rows for the SID tokens that `prepare --tokenizer` appended to its tokenizer."""
     first_new = num_tokens(load_tokenizer(source))
     if num_vocab <= first_new:

@@ -28,7 +28,6 @@ from ..data.prompt import PromptBuilder
 from ..engine.folder import CATALOG, write_facts
 from ..hardware.base.backend import HardwareBackend
 from ..models.checkpoint import save_model
-from ..models.spec import ModelSpec
 from ..sid.catalog import Catalog
 from ..sid.tokenizer import num_tokens, save_tokenizer
 from .build import start_model
@@ -208,7 +207,6 @@ def _write_provenance(data: PreparedData, out: Path, config: TrainConfig) -> Non
 def _write_model(run: _Run, out: Path, config: TrainConfig) -> None:
     """The plain Hugging Face folder, polyrec.json and the catalog; the mark of a finished run comes last."""
     data, spec = run.data, run.spec
-    assert isinstance(spec, ModelSpec)
     save_model(run.trainer.model, spec, out)
     save_tokenizer(data.tokenizer, out, config.init_from)
     counts = np.bincount(run.known.items, minlength=len(data.catalog))

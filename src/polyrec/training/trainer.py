@@ -12,6 +12,7 @@ import torch
 from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
 from ..hardware.base.backend import HardwareBackend
+from ..models.spec import Decoder
 from .checkpoint import Progress
 from .objective import Objective
 from .recipe import OptimConfig, learning_rate
@@ -35,7 +36,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Decoder,
         loader: ExampleLoader,
         objective: Objective,
         config: OptimConfig,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from ..data.histories import EvalSet, eval_set
 from ..engine.folder import ModelFolder
@@ -39,7 +38,6 @@ class Validator:
         """The mean NDCG@10 of the model as it is now; NaN when there is nobody to ask."""
         if len(self._asked) == 0:
             return float("nan")
-        assert isinstance(self._model, torch.nn.Module)
         self._model.eval()
         ranked = self._recommender.rank_rows(self._asked, K, self._mask_seen, BEAM_WIDTH)
         self._model.train()

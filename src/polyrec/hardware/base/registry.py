@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from ...core.config import Settings
 from ...core.errors import HardwareError
@@ -55,7 +55,8 @@ def get_hardware_backend(config: HardwareConfig | None = None) -> HardwareBacken
             f"Platform '{name}' is registered as a class that calls itself '{cls.platform_name}'.",
             "Register it under its own platform_name.",
         )
-    backend = cls()
+    build: Any = cls  # a platform's own constructor needs no arguments
+    backend: HardwareBackend = build()
     _chosen.append((config, backend))
     return backend
 
