@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -181,6 +183,28 @@ def test_a_full_queue_and_leavers_under_load(folder: Path) -> None:
         assert not [line for line in server.logs() if line.get("status") == 500]
     finally:
         assert server.stop() == 0
+
+
+def test_leavers_do_not_cost_a_search(tiny_server: ServerProcess, tiny_client: httpx.Client) -> None:
+    body = json.dumps({"history": [f"item-{row}" for row in range(40)], "n": 1024}).encode()
+    host, port = tiny_server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    def leave() -> bool:
+        """64 requests for one batch of 32 at a time; all leave at once, so that some are still waiting."""
+        connections = [socket.create_connection((host, int(port)), timeout=30) for _ in range(64)]
+        for connection in connections:
+            connection.sendall(head + body)
+        for connection in connections:
+            connection.close()
+        return metric(tiny_client, "polyrec_engine_cancelled_total") > 0
+
+    eventually(leave, "the engine left out a cancelled request")
+    assert metric(tiny_client, 'polyrec_errors_total{code="client_left"}') > 0
+    eventually(lambda: metric(tiny_client, "polyrec_queue_depth") == 0, "the queue empties")
+    answer = tiny_client.post("/v1/recommend", content=body)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["items"]) == 1024
 
 
 def test_sigterm_answers_what_is_here(folder: Path) -> None:
