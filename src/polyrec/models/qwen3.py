@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Settings
 from ..core.errors import CheckpointError
 from ..hardware.base.attention import AttentionPlan
 from ..hardware.ops import PlatformOps
@@ -19,19 +18,13 @@ from ..layers.attention import Attention
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryAngles
-from .spec import Decoder, ModelSpec
+from .spec import Decoder, DecoderConfig, ModelSpec
 
 
-class Qwen3Config(Settings):
-    """Sizes, named as in Hugging Face's config.json."""
+class Qwen3Config(DecoderConfig):
+    """Sizes beyond those of every decoder, named as in Hugging Face's config.json."""
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 4096

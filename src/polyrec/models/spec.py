@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..hardware.base.attention import AttentionPlan
 from ..hardware.ops import PlatformOps
 
 
-class DecoderConfig(Protocol):
+class DecoderConfig(Settings):
     """The sizes every layer above the model asks for."""
 
     vocab_size: int

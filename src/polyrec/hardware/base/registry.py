@@ -55,10 +55,10 @@ def get_hardware_backend(config: HardwareConfig | None = None) -> HardwareBacken
             f"Platform '{name}' is registered as a class that calls itself '{cls.platform_name}'.",
             "Register it under its own platform_name.",
         )
-    build: Any = cls  # a platform's own constructor needs no arguments
-    backend: HardwareBackend = build()
-    _chosen.append((config, backend))
-    return backend
+    make: Any = cls  # a platform's own constructor needs no arguments
+    chosen: HardwareBackend = make()
+    _chosen.append((config, chosen))
+    return chosen
 
 
 register_platform("cpu", "polyrec.hardware.backends.cpu:CpuBackend")
