@@ -8,6 +8,7 @@ model like the start of every earlier basket did.
 from __future__ import annotations
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from ..core.config import Settings
 from ..core.files import value_digest
@@ -15,12 +16,18 @@ from ..sid.layout import SidLayout
 
 
 class PromptConfig(Settings):
-    """max_items: longest history. block: the oldest items leave this many at a time, so that prefixes stay stable and cached.
-    basket_token: `<|sid_begin|>` before each basket."""
+    """max_items: longest history. block: the oldest items leave this many at a time, so that prefixes stay stable and cached;
+    at most max_items, or a cut could take the whole history. basket_token: `<|sid_begin|>` before each basket."""
 
-    max_items: int = 40
-    block: int = 1
+    max_items: int = Field(40, ge=1)
+    block: int = Field(1, ge=1)
     basket_token: bool = True
+
+    @model_validator(mode="after")
+    def _something_stays(self) -> PromptConfig:
+        if self.block > self.max_items:
+            raise ValueError(f"block {self.block} is more than max_items {self.max_items}")
+        return self
 
     @property
     def digest(self) -> str:

@@ -1,0 +1,86 @@
+"""Packed attention equals plain float64 softmax attention, query by query, over exactly the keys a query may see."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from polyrec.attention.sdpa import PackedPlan, packed_layout, padded_prompt
+from polyrec.hardware import get_hardware_backend
+from polyrec.kvcache.pool import KVPool
+
+SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 4), (8, 2, 16)]  # heads, kv heads, head size
+
+
+def strided_qkv(rng, tokens, heads, kv_heads, dim, dtype):
+    """Queries, keys and values as a fused projection gives them: views into one matrix, not contiguous."""
+    fused = torch.from_numpy(rng.standard_normal((tokens, (heads + 2 * kv_heads) * dim))).to(dtype)
+    parts = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+    query, key, value = (part.unflatten(-1, (-1, dim)) for part in parts)
+    assert not query.is_contiguous()
+    return query, key, value
+
+
+def plain_attention(query, key, value, visible):
+    """visible(i) -> the tokens that query i sees. numpy float64 [T, H, D], [T, KV, D] -> [T, H · D]."""
+    query, key, value = (x.double().numpy() for x in (query, key, value))
+    tokens, heads, dim = query.shape
+    group = heads // key.shape[1]
+    out = np.zeros((tokens, heads, dim))
+    for i in range(tokens):
+        seen = visible(i)
+        for head in range(heads):
+            logits = key[seen, head // group] @ query[i, head] / np.sqrt(dim)
+            weight = np.exp(logits - logits.max())
+            out[i, head] = weight / weight.sum() @ value[seen, head // group]
+    return torch.from_numpy(out.reshape(tokens, heads * dim))
+
+
+def random_branches(rng, lengths):
+    """Owner and branch of each token: a prompt, then up to three branches of any length."""
+    branch = []
+    for length in lengths.tolist():
+        prompt = int(rng.integers(1, length + 1))
+        branch += [0] * prompt + np.sort(rng.integers(1, 4, length - prompt)).tolist()
+    return torch.tensor(branch), torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("branched", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_equals_plain_attention(heads, kv_heads, dim, branched, dtype, tolerance):
+    rng = np.random.default_rng(heads * dim + branched)
+    for _ in range(4):
+        lengths = torch.from_numpy(rng.integers(1, 10, int(rng.integers(1, 5))))
+        branch, owner = random_branches(rng, lengths)
+        query, key, value = strided_qkv(rng, len(owner), heads, kv_heads, dim, dtype)
+
+        def visible(i, branch=branch, owner=owner):
+            of_branch = ((branch == 0) | (branch == branch[i])) if branched else torch.ones(len(branch), dtype=bool)
+            return torch.nonzero((owner == owner[i]) & of_branch & (torch.arange(len(owner)) <= i)).flatten().numpy()
+
+        plan = PackedPlan(packed_layout(lengths, branch if branched else None))
+        out = plan.run(0, query, key, value)
+        assert out.shape == (len(owner), heads * dim)
+        expected = plain_attention(query, key, value, visible)
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_pool_holds_the_prompts_keys_and_values():
+    """What the search reads later: each layer's own rows, padded by request."""
+    rng = np.random.default_rng(0)
+    lengths = torch.tensor([3, 1, 5])
+    layout = packed_layout(lengths)
+    pool = KVPool(2, 0, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
+    pool.reserve(9)
+    plan = PackedPlan(layout, pool, get_hardware_backend().ops.kv)
+    given = [strided_qkv(rng, 9, 4, 2, 4, torch.float32) for _ in range(2)]
+    for layer, qkv in enumerate(given):
+        plan.run(layer, *qkv)
+    for (keys, values), (_, key, value) in zip(padded_prompt(pool, layout), given, strict=True):
+        start = 0
+        for row, length in enumerate(lengths.tolist()):
+            torch.testing.assert_close(keys[row, :, :length], key[start : start + length].transpose(0, 1))
+            torch.testing.assert_close(values[row, :, :length], value[start : start + length].transpose(0, 1))
+            start += length
