@@ -21,12 +21,17 @@ class PackedLayout:
     """How T packed tokens stand in a padded batch of R rows of L.
 
     padded: int64 [R, L] token of each place (padding repeats token 0). flat: int64 [T] place of each token in R · L.
-    mask: bool [R, 1, L, L], True where a query (row) sees a key (column); None: causal.
+    mask: fp32 [R, 1, L, L], 0 where a query (row) sees a key (column), else −inf; None: causal.
     """
 
     padded: Tensor
     flat: Tensor
     mask: Tensor | None
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[T, ...] -> [R, L, ...] with zeros as padding. A copy to known places: its gradient is a plain gather."""
+        rows = packed.new_zeros((self.padded.numel(), *packed.shape[1:]))
+        return rows.index_copy(0, self.flat, packed).unflatten(0, self.padded.shape)
 
 
 def packed_layout(lengths: Tensor, branch: Tensor | None = None) -> PackedLayout:
@@ -45,7 +50,8 @@ def packed_layout(lengths: Tensor, branch: Tensor | None = None) -> PackedLayout
     of_place = branch[padded]
     causal = column[:, None] >= column
     shared = (of_place[:, None, :] == 0) | (of_place[:, None, :] == of_place[:, :, None])
-    return PackedLayout(padded, flat, (causal & shared)[:, None])
+    seen = torch.zeros(shared.shape).masked_fill_(~(causal & shared), float("-inf"))
+    return PackedLayout(padded, flat, seen[:, None])
 
 
 class PackedPlan:
@@ -61,12 +67,13 @@ class PackedPlan:
         if self._pool is not None and self._ops is not None and self._slots is not None:
             self._ops.write(key, value, *self._pool.layer(layer), self._slots)
         layout = self._layout
-        q, k, v = (x[layout.padded].transpose(1, 2) for x in (query, key, value))
+        q, k, v = (layout.pad(x).transpose(1, 2) for x in (query, key, value))
+        mask = None if layout.mask is None else layout.mask.to(q.dtype)
         # Padding stands behind every real token of its row, so the causal mask alone keeps it out.
         out = scaled_dot_product_attention(
-            q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.transpose(1, 2).flatten(0, 1)[layout.flat].flatten(1)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.flat).flatten(1)
 
 
 class BeamSuffix:
