@@ -11,7 +11,7 @@ from rich.console import Console
 from .. import __version__
 from ..core.errors import PolyrecError
 
-COMMANDS = ("demo", "prepare", "train", "evaluate", "serve")
+COMMANDS = ("demo", "prepare", "train", "evaluate", "recommend", "serve")
 
 
 def build_app() -> typer.Typer:

@@ -28,7 +28,7 @@ def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout
     unknown: list[str] = []
     for basket, entry in enumerate(request.history):
         for item in [entry] if isinstance(entry, str) else entry:
-            row = _row(item, catalog, layout)
+            row = row_of(item, catalog, layout)
             if row is None:
                 unknown.append(item)
             else:
@@ -43,7 +43,8 @@ def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout
     return ParsedHistory(np.array(rows, np.int64), np.array(baskets, np.int64), tuple(unknown))
 
 
-def _row(item: str, catalog: Catalog, layout: SidLayout) -> int | None:
+def row_of(item: str, catalog: Catalog, layout: SidLayout) -> int | None:
+    """The catalog row of an item id or a SID."""
     row = catalog.row(item)
     if row is None and (codes := layout.parse(item)) is not None:
         row = catalog.row_of_codes(codes)

@@ -23,6 +23,7 @@ class EngineLoop:
         self.recommender = recommender
         self._queue: queue.Queue[tuple[Prepared, Future[Recommendation]]] = queue.Queue(max_queue)
         self._stopping = threading.Event()
+        self._gate = threading.Lock()  # between a request that enters and the thread that leaves
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
         self._stats = {"requests": 0, "cancelled": 0, "batches": 0, "prompt_tokens": 0, "busy_seconds": 0.0}
 
@@ -60,24 +61,36 @@ class EngineLoop:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests, serves those that wait, and stops the thread; False when it is not done in time."""
-        self._stopping.set()
+        with self._gate:
+            self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _enqueue(self, prepared: Prepared) -> Future[Recommendation]:
-        if self._stopping.is_set() or not self._thread.is_alive():
-            raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
         future: Future[Recommendation] = Future()
-        try:
-            self._queue.put_nowait((prepared, future))
-        except queue.Full:
-            raise RequestError(
-                "queue_full", f"{self._queue.maxsize} requests are waiting already.", "Try again later.", status=429
-            ) from None
+        with self._gate:
+            if self._stopping.is_set() or not self._thread.is_alive():
+                raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
+            try:
+                self._queue.put_nowait((prepared, future))
+            except queue.Full:
+                raise RequestError(
+                    "queue_full", f"{self._queue.maxsize} requests are waiting already.", "Try again later.", status=429
+                ) from None
         return future
 
     def _serve(self) -> None:
+        try:
+            self._serve_all()
+        finally:  # whoever came in until now is told; whoever comes later is refused
+            with self._gate:
+                self._stopping.set()
+            while not self._queue.empty():
+                _, future = self._queue.get_nowait()
+                self._fail_unanswered([future] if future.set_running_or_notify_cancel() else [])
+
+    def _serve_all(self) -> None:
         while not (self._stopping.is_set() and self._queue.empty()):
             waiting = self._collect()
             if not waiting:

@@ -22,7 +22,7 @@ from ..sid.trie import build_trie, complete_trie, leaves_of_rows
 from .batching import SearchRequest, SearchResult
 from .engine import Engine, EngineConfig
 from .folder import ModelFolder, read_folder
-from .history import ParsedHistory, check_counts, parse_history
+from .history import ParsedHistory, check_counts, parse_history, row_of
 
 Progress = Callable[[int], None]
 
@@ -74,6 +74,10 @@ class Recommender:
         """What the model's positions allow."""
         return self._model.config.max_position_embeddings - self.layout.depth
 
+    def row_of(self, item: str) -> int | None:
+        """The catalog row of an item id or a SID, None when there is none."""
+        return row_of(item, self.catalog, self.layout)
+
     def recommend(
         self,
         history: Sequence[str | Sequence[str]],
@@ -101,7 +105,12 @@ class Recommender:
         self, requests: Sequence[RecommendRequest], progress: Progress | None = None
     ) -> list[Recommendation]:
         """Answers many requests; progress is called with the number just answered."""
-        prepared = [self.prepare(request) for request in requests]
+        return self.answer([self.prepare(request) for request in requests], progress)
+
+    def answer(
+        self, prepared: Sequence[Prepared | Recommendation], progress: Progress | None = None
+    ) -> list[Recommendation]:
+        """Runs what `prepare` returned; what it answered already stays as it is."""
         searches = [item for item in prepared if isinstance(item, Prepared)]
         with self._lock:
             results = iter(self.engine.run([item.search for item in searches], progress))
@@ -117,10 +126,12 @@ class Recommender:
         allowed = None if request.allow is None else self._known_rows(request.allow, request, "allow")
         if len(parsed.rows) == 0:
             return self._popular(request, parsed, excluded, allowed)
+        # A model of sequences has seen each item as a basket of its own.
+        baskets = parsed.baskets if self.kind == "basket" else np.arange(len(parsed.rows))
         search = SearchRequest(
-            prompt=self.prompt_of(parsed.rows, parsed.baskets),
+            prompt=self.prompt_of(parsed.rows, baskets),
             n=request.n,
-            beam_width=request.beam_width or request.n,
+            beam_width=self._beam_width(request.n, request.beam_width),
             excluded=self._leaves[excluded] if excluded else None,
             allowed=None if allowed is None else self._leaves[allowed],
         )
@@ -142,7 +153,7 @@ class Recommender:
             )
         if prompt.min() < 0 or prompt.max() >= self._model.config.vocab_size:
             raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
-        return Prepared(SearchRequest(prompt, n, beam_width or n), ())
+        return Prepared(SearchRequest(prompt, n, self._beam_width(n, beam_width)), ())
 
     def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
         """Leaves of the trie -> items with names and scores."""
@@ -191,6 +202,10 @@ class Recommender:
         leaves = np.concatenate([result.leaves for result in results])
         codes = np.stack(np.unravel_index(leaves, self.layout.codebook_sizes), axis=1)
         return float(np.mean([self.catalog.row_of_codes(sid) is None for sid in codes]))
+
+    def _beam_width(self, n: int, beam_width: int | None) -> int:
+        """More prefixes than items cannot live, and memory is reserved for each."""
+        return min(beam_width or n, len(self.catalog))
 
     def _known_rows(self, item_ids: Sequence[str], request: RecommendRequest, field: str) -> list[int]:
         rows = self.catalog.rows(item_ids)
