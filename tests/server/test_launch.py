@@ -185,7 +185,8 @@ def test_an_engine_that_died_is_told(folder: Path) -> None:
         assert ask(server.url, ["die"]).status_code == 504
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "engine_stopped")
-        assert client.get("/ready").status_code == 503
+        ready = client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"stage": "engine_stopped"})
         refused = ask(server.url, ["i1"])
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stopped")
 

@@ -20,7 +20,7 @@ from .faults import add_fault_handlers, retry_after
 from .metrics import ServerMetrics
 from .schema import Body, ErrorAnswer, RecommendAnswer, RecommendBody, parse_body
 from .settings import ServerSettings
-from .state import ServerState, Service
+from .state import ENGINE_STOPPED, ServerState, Service
 from .waiting import Deadline, read_body, wait_answer
 
 _SCHEMAS = "#/components/schemas/{model}"
@@ -98,13 +98,12 @@ def _add_probes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        stopped = state.service is not None and not state.service.loop.is_alive
-        health = _Health(status="engine_stopped" if stopped else "ok", version=__version__)
-        return _json(health, 503 if stopped else 200)
+        status = ENGINE_STOPPED if state.engine_stopped else "ok"
+        return _json(_Health(status=status, version=__version__), 503 if state.engine_stopped else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
-        stage = _Stage(stage=state.stage)
+        stage = _Stage(stage=ENGINE_STOPPED if state.engine_stopped else state.stage)
         return _json(stage) if state.ready else _json(stage, 503, {"Retry-After": str(retry_after(state))})
 
 
@@ -121,9 +120,9 @@ def _ready_service(state: ServerState) -> Service:
     if state.service is None:  # while draining, requests that still come in are answered
         stage = state.stage
         raise RequestError("not_ready", f"The server is not ready yet: {stage}.", "Wait for /ready.", status=503)
-    if not state.service.loop.is_alive:
+    if state.engine_stopped:
         raise RequestError(
-            "engine_stopped", "The engine's thread has ended.", "Restart the server; its log says why.", status=503
+            ENGINE_STOPPED, "The engine's thread has ended.", "Restart the server; its log says why.", status=503
         )
     return state.service
 

@@ -14,7 +14,7 @@ from ..sid.layout import SidLayout
 if TYPE_CHECKING:
     from .chat import ChatPrompt
 
-READY, DRAINING = "ready", "draining"
+READY, DRAINING, ENGINE_STOPPED = "ready", "draining", "engine_stopped"
 
 
 class Loop(Protocol):
@@ -63,7 +63,12 @@ class ServerState:
     @property
     def ready(self) -> bool:
         """Whether recommendation requests are answered."""
-        return self.service is not None and self.stage == READY and self.service.loop.is_alive
+        return self.service is not None and self.stage == READY and not self.engine_stopped
+
+    @property
+    def engine_stopped(self) -> bool:
+        """Whether a loaded engine's thread has ended, which only a mistake of ours can do while the server runs."""
+        return self.service is not None and not self.service.loop.is_alive
 
     def serve(self, service: Service) -> None:
         """Opens the server for requests."""
