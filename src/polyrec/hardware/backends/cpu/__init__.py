@@ -1,8 +1,8 @@
-"""The CPU platform: torch on the host, graphs that call their function, the reference ops as they are."""
+"""The CPU platform: torch on the host, graphs that call their function, the reference ops but for matrix products."""
 
 from ...base.backend import HardwareBackend
-from ...ops import REFERENCE_OPS
 from .graph import CpuGraph
+from .ops import cpu_ops
 from .runtime import CpuRuntime
 
 
@@ -12,4 +12,4 @@ class CpuBackend(HardwareBackend):
     platform_name = "cpu"
 
     def __init__(self, device_index: int = 0) -> None:
-        super().__init__(runtime=CpuRuntime(), graph=CpuGraph(), ops=REFERENCE_OPS)
+        super().__init__(runtime=CpuRuntime(), graph=CpuGraph(), ops=cpu_ops())
