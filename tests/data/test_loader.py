@@ -112,9 +112,7 @@ def test_a_step_follows_from_seed_and_number_alone():
             for found, wanted in zip(vars(labels).values(), vars(expected).values(), strict=True):
                 np.testing.assert_array_equal(found, wanted)
     elsewhere = make_loader(histories, seed=1, **options)
-    assert any(
-        not np.array_equal(elsewhere.batch(step).token_ids, in_order[step].token_ids) for step in range(3)
-    )
+    assert any(not np.array_equal(elsewhere.batch(step).token_ids, in_order[step].token_ids) for step in range(3))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

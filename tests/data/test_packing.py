@@ -83,7 +83,10 @@ def test_equals_a_walk(depth, basket_token, prompt_weight, basket_weight):
 def test_every_prompt_code_but_an_unpreceded_one_is_labelled():
     layout = SidLayout.contiguous((4, 4, 4), 2)
     codes = np.array([[0, 1, 2], [3, 2, 1]])
-    for basket_token, expected in ((True, 6), (False, 5)):  # without a basket token nothing stands before the first code
+    for basket_token, expected in (
+        (True, 6),
+        (False, 5),
+    ):  # without a basket token nothing stands before the first code
         prompt = PromptBuilder(layout, PromptConfig(basket_token=basket_token)).build(codes, np.array([0, 0]))
         batch = pack([Example(prompt, codes[:1], np.ones(1), prompt_weight=1.0)], layout)
         assert batch.num_labels == expected + 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -62,7 +64,7 @@ def test_a_growing_history_keeps_its_prefix_for_a_block(max_items, block):
     config = PromptConfig(max_items=max_items, block=block)
     dropped = [num_dropped(length, config) for length in range(60)]
     assert dropped[: max_items + 1] == [0] * (max_items + 1)
-    for length, (before, after) in enumerate(zip(dropped, dropped[1:], strict=False), start=1):
+    for length, (before, after) in enumerate(pairwise(dropped), start=1):
         assert after - before in (0, block)
         assert max_items - block < length - after <= max_items or after == 0
     builder = PromptBuilder(SidLayout.contiguous((50, 50), 2), config)

@@ -80,7 +80,7 @@ class ExampleLoader:
         history, history_baskets, target = items[first:begin], baskets[first:begin], items[begin:end]
         config = self._config
         if config.shuffle_baskets:
-            # Only what the prompt can hold is drawn anew: whole baskets, so that the cut still falls on drawn order.
+            # Before the prompt is cut, so that a basket on the edge loses other items each time.
             order = np.lexsort((rng.random(len(history)), history_baskets))
             history = history[order]
             target = rng.permutation(target)

@@ -33,7 +33,7 @@ def start_model(
 ) -> tuple[Decoder, ModelSpec]:
     """num_vocab: tokens of the prepared tokenizer. max_tokens: longest prompt and SID, which the positions must hold."""
     if config.init_from:
-        return _extended(Path(config.init_from), config, num_vocab, backend)
+        return _extended(Path(config.init_from), config, num_vocab, max_tokens, backend)
     values = _fresh_config(config, num_vocab, max_tokens)
     spec = model_spec(values, config.model_config_file or f"size '{config.size}'")
     model = build_model(spec, values, backend)
@@ -66,16 +66,22 @@ def _fresh_config(config: TrainConfig, num_vocab: int, max_tokens: int) -> dict[
         values["initializer_range"] = config.initializer_range
     values["vocab_size"] = padded_vocab_size(num_vocab)
     values.setdefault("initializer_range", config.initializer_range)
+    _check_positions(values, max_tokens)
+    return values
+
+
+def _check_positions(values: dict[str, Any], max_tokens: int) -> None:
     if values.get("max_position_embeddings", max_tokens) < max_tokens:
         raise CheckpointError(
             "positions_too_few",
             f"The config holds {values['max_position_embeddings']} positions, prompts need {max_tokens}.",
             "Raise max_position_embeddings, or lower prompt.max_items.",
         )
-    return values
 
 
-def _extended(source: Path, config: TrainConfig, num_vocab: int, backend: HardwareBackend) -> tuple[Decoder, ModelSpec]:
+def _extended(
+    source: Path, config: TrainConfig, num_vocab: int, max_tokens: int, backend: HardwareBackend
+) -> tuple[Decoder, ModelSpec]:
     """The source checkpoint with rows for the SID tokens that `prepare --tokenizer` appended to its tokenizer."""
     first_new = num_tokens(load_tokenizer(source))
     if num_vocab <= first_new:
@@ -84,6 +90,7 @@ def _extended(source: Path, config: TrainConfig, num_vocab: int, backend: Hardwa
             f"The prepared tokenizer has {num_vocab} tokens, {source} has {first_new} already.",
             f"Prepare the data with --tokenizer {source}.",
         )
+    _check_positions(read_config(source), max_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "extended"
         extend_checkpoint(source, folder, num_vocab, seed=config.seed, first_new=first_new)

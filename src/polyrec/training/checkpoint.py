@@ -62,6 +62,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "progress.json").is_file())
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a process that was killed while it wrote a checkpoint left half-written."""
+    for path in folder.glob(f".{_PREFIX}*"):
+        shutil.rmtree(path)
+
+
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A host copy of all parameters, by our own names."""
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}

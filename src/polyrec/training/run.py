@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from .. import __version__
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, TrainingError
 from ..core.files import atomic_path, read_json, value_digest, write_json
 from ..data.histories import known_before
 from ..data.loader import ExampleLoader
@@ -28,17 +28,26 @@ from ..data.prompt import PromptBuilder
 from ..engine.folder import CATALOG, write_facts
 from ..hardware.base.backend import HardwareBackend
 from ..models.checkpoint import save_model
+from ..models.extend import SINGLE as WEIGHTS
 from ..sid.catalog import Catalog
 from ..sid.tokenizer import num_tokens, save_tokenizer
 from .build import start_model
-from .checkpoint import Progress, checkpoints, load_checkpoint, restore, save_checkpoint, snapshot
+from .checkpoint import (
+    Progress,
+    checkpoints,
+    load_checkpoint,
+    remove_leftovers,
+    restore,
+    save_checkpoint,
+    snapshot,
+)
 from .objective import Objective
 from .prepared import PreparedData
 from .recipe import TrainConfig
 from .trainer import StepFacts, Trainer
 from .validate import Validator
 
-RUN, FINISHED = "run", "finished.json"
+RUN, FINISHED, PROVENANCE = "run", "finished.json", "provenance.json"
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,10 @@ def run_digest(data: PreparedData, config: TrainConfig) -> str:
 
 def is_finished(data: PreparedData, out: str | Path, config: TrainConfig) -> bool:
     """Whether `out` holds exactly what this run would give."""
-    path = Path(out) / RUN / FINISHED
-    return path.is_file() and read_json(path)["recipe_digest"] == run_digest(data, config)
+    out = Path(out)
+    path = out / RUN / FINISHED
+    whole = path.is_file() and (out / WEIGHTS).is_file() and (out / CATALOG).is_file()
+    return whole and read_json(path)["recipe_digest"] == run_digest(data, config)
 
 
 def train(
@@ -99,6 +110,12 @@ def train(
     run = _Run(data, config, backend)
     best = run.resume(out / RUN)
     validator = Validator(run.trainer.model, data, config, backend)
+    if config.patience and len(validator) == 0:
+        raise TrainingError(
+            "nobody_to_validate",
+            "Early stopping needs validation users with a history and a target, and there are none.",
+            "Set patience to 0, or prepare the data with another --split.",
+        )
     progress = run.trainer.progress
     events.on_start(progress.step, config.steps)
     with _Log(out / RUN, progress.step) as log:
@@ -111,7 +128,8 @@ def train(
                 ndcg = validator.ndcg()
                 log.validation(facts.step, ndcg)
                 events.on_validation(facts.step, ndcg)
-                more = _note_validation(progress, ndcg, config)
+                _note_validation(progress, ndcg)
+                more = not _is_stopped(progress, config)
                 if config.patience and progress.best_step == facts.step:
                     best.clear()
                     best.update(snapshot(run.trainer.model))
@@ -119,7 +137,8 @@ def train(
                 run.save(out / RUN, best, config.keep_checkpoints)
             return more
 
-        run.trainer.run(after_step)
+        if not _is_stopped(progress, config):  # a run may have been killed between its early stop and its model folder
+            run.trainer.run(after_step)
     if best:
         restore(run.trainer.model, best)
     _write_model(run, out, config)
@@ -145,6 +164,7 @@ class _Run:
 
     def resume(self, folder: Path) -> dict[str, torch.Tensor]:
         """Goes to the newest checkpoint, if there is one; returns the best weights so far (empty without early stopping)."""
+        remove_leftovers(folder / "checkpoints")
         found = checkpoints(folder / "checkpoints")
         if not found:
             return {}
@@ -159,17 +179,19 @@ class _Run:
         save_checkpoint(folder / "checkpoints", trainer.model, trainer.optimizer, trainer.progress, rng, best, keep)
 
 
-def _note_validation(progress: Progress, ndcg: float, config: TrainConfig) -> bool:
-    """Keeps the best; False when it is time to stop."""
+def _note_validation(progress: Progress, ndcg: float) -> None:
     if ndcg > progress.best:
         progress.best, progress.best_step, progress.since_best = ndcg, progress.step, 0
     else:
         progress.since_best += 1
-    return not config.patience or progress.since_best < config.patience
+
+
+def _is_stopped(progress: Progress, config: TrainConfig) -> bool:
+    return bool(config.patience) and progress.since_best >= config.patience
 
 
 def _check_out(data: PreparedData, out: Path, config: TrainConfig, force: bool) -> None:
-    started = out / RUN / "provenance.json"
+    started = out / RUN / PROVENANCE
     if started.is_file() and not force:
         if read_json(started)["recipe_digest"] != run_digest(data, config):
             raise ConfigError(
@@ -177,10 +199,15 @@ def _check_out(data: PreparedData, out: Path, config: TrainConfig, force: bool) 
                 f"{out} holds a run with another recipe or other data.",
                 "Name another folder with --out, or give --force to replace it.",
             )
-    elif out.is_dir() and any(out.iterdir()) and not started.is_file():
+    elif out.exists() and not started.is_file() and not _holds_only_run(out):
         raise ConfigError(
             "out_occupied", f"{out} exists and is not a training run.", "Name a new or empty folder with --out."
         )
+
+
+def _holds_only_run(out: Path) -> bool:
+    """An empty folder, or one of a run that was killed before it had written its first file."""
+    return out.is_dir() and all(path.name == RUN for path in out.iterdir())
 
 
 def _write_provenance(data: PreparedData, out: Path, config: TrainConfig) -> None:
@@ -189,7 +216,7 @@ def _write_provenance(data: PreparedData, out: Path, config: TrainConfig) -> Non
     with atomic_path(folder / "recipe.yaml") as temporary:
         temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     write_json(
-        folder / "provenance.json",
+        folder / PROVENANCE,
         {
             "recipe_digest": run_digest(data, config),
             "data_digest": data.facts["data_digest"],

@@ -1,0 +1,181 @@
+"""The loop equals a plain one written with torch.optim; a gradient that is not finite stops it in time."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from polyrec.core.errors import TrainingError
+from polyrec.training.objective import Loss
+from polyrec.training.recipe import OptimConfig, learning_rate
+from polyrec.training.trainer import Trainer
+
+STEPS = 12
+
+
+class Net(torch.nn.Module):
+    """A matrix, a vector and a norm: what AdamW must treat in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(5, 4)
+        self.norm = torch.nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class Loader:
+    def __init__(self):
+        self.asked = []
+
+    def batch(self, step):
+        self.asked.append(step)
+        x = torch.from_numpy(np.random.default_rng(step).standard_normal((6, 5))).float()
+        return SimpleNamespace(token_ids=np.zeros(6), x=x)
+
+
+def loss_of(model, batch):
+    """Grows from step to step, so that clipping bites at some steps and not at others."""
+    return (model(batch.x) * batch.x[:, :4]).square().mean() * 10 ** (batch.x[0, 0].item() - 0.5)
+
+
+def objective(model, batch):
+    loss = loss_of(model, batch)
+    return Loss(loss, torch.stack([loss.detach()]))
+
+
+def make_trainer(backend, model, config, objective=objective, steps=STEPS):
+    loader = Loader()
+    return Trainer(model, loader, objective, config, steps, backend), loader
+
+
+def reference_run(model, config, steps):
+    """AdamW, clipping and schedule put together from torch's own parts."""
+    decayed = [model.linear.weight]
+    others = [model.linear.bias, model.norm.weight, model.norm.bias]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+    )
+    warm_up = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    )
+    decay_steps = steps - config.warmup_steps
+    losses, norms, rates = [], [], []
+    for step in range(steps):
+        rate = optimizer.param_groups[0]["lr"]
+        if step >= config.warmup_steps:
+            low = config.learning_rate * config.final_ratio
+            angle = math.pi * (step - config.warmup_steps) / decay_steps
+            rate = low + (config.learning_rate - low) * (1 + math.cos(angle)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        loss = loss_of(model, Loader().batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.sqrt(sum(parameter.grad.square().sum() for parameter in model.parameters())).item()
+        if norm > config.clip_norm:
+            for parameter in model.parameters():
+                parameter.grad *= config.clip_norm / norm
+        optimizer.step()
+        if step + 1 < config.warmup_steps:
+            warm_up.step()
+        losses.append(loss.item())
+        norms.append(norm)
+        rates.append(rate)
+    return losses, norms, rates
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warmup_steps": 4},
+        {"warmup_steps": 0, "weight_decay": 0.5, "final_ratio": 0.0},
+        {"warmup_steps": 3, "clip_norm": 0.2, "learning_rate": 0.03, "beta1": 0.5, "beta2": 0.9},
+        {"warmup_steps": 3, "clip_norm": 1e9, "final_ratio": 1.0},
+    ],
+)
+def test_equals_a_run_of_torchs_own_parts(settings, backend):
+    config = OptimConfig(**settings)
+    model = Net()
+    reference = copy.deepcopy(model)
+    trainer, loader = make_trainer(backend, model, config)
+    facts = []
+    trainer.run(lambda one: facts.append(one) or True)
+    losses, norms, rates = reference_run(reference, config, STEPS)
+
+    assert loader.asked == list(range(STEPS))
+    assert [one.step for one in facts] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose([one.learning_rate for one in facts], rates, rtol=1e-9)
+    np.testing.assert_allclose([one.loss for one in facts], losses, rtol=1e-4)
+    np.testing.assert_allclose([one.grad_norm for one in facts], norms, rtol=1e-4)
+    if settings.get("clip_norm") == 0.2:
+        assert min(norms) < config.clip_norm < max(norms), "both kinds of steps are tried"
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_schedule_rises_to_its_peak_and_falls():
+    config = OptimConfig(learning_rate=1.0, warmup_steps=10, final_ratio=0.1)
+    rates = [learning_rate(config, step, 100) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    assert all(after < before for before, after in zip(rates[10:-1], rates[11:], strict=True))
+    short = OptimConfig(learning_rate=1.0, warmup_steps=50)
+    assert learning_rate(short, 3, 4) == pytest.approx(4 / 50), "a run shorter than its warm-up never leaves it"
+
+
+def test_gradients_are_clipped_to_the_norm(backend):
+    trainer, _ = make_trainer(backend, Net(), OptimConfig(clip_norm=1e-3))
+    facts = trainer.train_step()
+    after = torch.sqrt(sum(parameter.grad.square().sum() for parameter in trainer.model.parameters()))
+    assert facts.grad_norm > 1e-3
+    assert after.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_spoils_nothing(poison, backend):
+    calls = []
+
+    def poisoned(model, batch):
+        calls.append(batch)
+        loss = loss_of(model, batch) * (poison if len(calls) == 4 else 1.0)
+        return Loss(loss, torch.stack([loss.detach()]))
+
+    trainer, _ = make_trainer(backend, Net(), OptimConfig(learning_rate=3e-3, warmup_steps=8), poisoned)
+    for _ in range(3):
+        trainer.train_step()
+    before = copy.deepcopy(trainer.model.state_dict()), copy.deepcopy(trainer.optimizer.state_dict()["state"])
+    with pytest.raises(TrainingError) as error:
+        trainer.train_step()
+    assert error.value.code == "gradient_not_finite"
+    assert "Step 4" in error.value.message
+    assert f"loss {poison}" in error.value.message
+    assert "1.50e-03" in error.value.message  # the rate of step 4 of 8 warm-up steps
+    assert error.value.remedy
+    assert trainer.progress.step == 3
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(value, before[0][name], rtol=0, atol=0)
+    for index, state in trainer.optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(value, before[1][index][name], rtol=0, atol=0)
+
+
+def test_on_step_ends_a_run(backend):
+    trainer, loader = make_trainer(backend, Net(), OptimConfig())
+    trainer.run(lambda facts: facts.step < 5)
+    assert loader.asked == [0, 1, 2, 3, 4]
+    assert trainer.progress.step == 5
+    trainer.run(lambda facts: True)  # goes on where it was
+    assert loader.asked == list(range(STEPS))
