@@ -104,40 +104,53 @@ class BeamPlan:
         last: bool,
     ) -> None:
         self._prompt = prompt
-        self._bias = torch.zeros(prompt_mask.shape, device=prompt_mask.device).masked_fill(~prompt_mask, float("-inf"))
+        keys = prompt[0][0]
+        bias = torch.zeros(prompt_mask.shape, dtype=keys.dtype, device=keys.device)
+        bias.masked_fill_(~prompt_mask, float("-inf"))
+        self._bias = bias.repeat_interleave(keys.shape[1], 0).unsqueeze(1)  # [R · KV, 1, L]
         self._suffix = suffix
         self._ancestors = ancestors
         self._last = last
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        prompt_keys, prompt_values = self._prompt[layer]
-        requests, kv_heads, length, dim = prompt_keys.shape
+        requests, kv_heads, _, dim = self._prompt[layer][0].shape
         rows, heads = query.shape[:2]
-        width, group, step = rows // requests, heads // kv_heads, self._ancestors.shape[1]
-        # The beam's own tokens: earlier ones by ancestor, and the one just taken.
-        steps = torch.arange(step, device=query.device)
-        own_keys = torch.cat(
-            (self._suffix.keys[layer][steps, self._ancestors], key[:, None]), 1
-        )  # [rows, step + 1, KV, D]
-        own_values = torch.cat((self._suffix.values[layer][steps, self._ancestors], value[:, None]), 1)
+        split = (requests, rows // requests, kv_heads, heads // kv_heads)  # R, W, KV, group
+        # All beams of a request are queries against one copy of its prompt: [R · KV, W · group, D].
+        by_request = query.view(*split, dim).transpose(1, 2).reshape(requests * kv_heads, -1, dim)
+        from_prompt, prompt_lse = self._read_prompt(layer, by_request)
+        parts = [from_prompt.view(requests, kv_heads, split[1], -1, dim).transpose(1, 2)]
+        scores = [prompt_lse.view(requests, kv_heads, split[1], -1).transpose(1, 2)]
+        # The beam's own tokens: a few per beam, so products element by element beat thousands of tiny matrices.
+        scaled = query.view(*split, dim).float() * dim**-0.5
+        for own_key, own_value in self._own(layer, key, value):
+            scores.append((scaled * own_key.view(*split[:3], 1, dim)).sum(-1))
+            parts.append(own_value.view(*split[:3], 1, dim))
+        # The prompt counts as one token with the score log-sum-exp, so one small softmax merges all parts.
+        weights = torch.softmax(torch.stack(scores), 0).unsqueeze(-1)
+        out = parts[0] * weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            out = torch.addcmul(out, part, weight)
+        return out.to(query.dtype).reshape(rows, heads * dim)
+
+    def _read_prompt(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
+        """query [R · KV, M, D] -> attention over the prompt [R · KV, M, D] and its log-sum-exp, fp32 [R · KV, M]."""
+        keys, values = (part.flatten(0, 1) for part in self._prompt[layer])
+        scores = torch.baddbmm(self._bias, query, keys.transpose(1, 2), alpha=query.shape[-1] ** -0.5).float()
+        weights = torch.softmax(scores, -1)
+        # The largest weight is exp(largest score − log-sum-exp): two cheap maxima instead of a second exponential.
+        lse = scores.amax(-1) - weights.amax(-1).log()
+        return torch.bmm(weights.to(query.dtype), values), lse
+
+    def _own(self, layer: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [R · W, KV, D] of each token the beams have taken, the new one last; stores the new one."""
+        step = self._ancestors.shape[1]
+        keys, values = self._suffix.keys[layer], self._suffix.values[layer]
+        own = [(keys[t, self._ancestors[:, t]], values[t, self._ancestors[:, t]]) for t in range(step)]
         if not self._last:
-            self._suffix.keys[layer, step, :rows] = key
-            self._suffix.values[layer, step, :rows] = value
-        scaled = query * dim**-0.5
-        # All beams of a request are queries against one copy of its prompt: [R, KV, W · group, L].
-        by_request = scaled.view(requests, width, kv_heads, group, dim).permute(0, 2, 1, 3, 4)
-        to_prompt = by_request.reshape(requests, kv_heads, width * group, dim) @ prompt_keys.transpose(2, 3)
-        to_prompt = (to_prompt + self._bias[:, None, None]).to(query.dtype)
-        by_row = scaled.view(rows, kv_heads, group, dim)
-        to_own = by_row @ own_keys.permute(0, 2, 3, 1)  # [rows, KV, group, step + 1]
-        to_own = to_own.view(requests, width, kv_heads, group, step + 1).permute(0, 2, 1, 3, 4)
-        scores = torch.cat((to_prompt, to_own.reshape(requests, kv_heads, width * group, step + 1)), -1)
-        weight = torch.softmax(scores.float(), -1).to(query.dtype)
-        from_prompt = weight[..., :length] @ prompt_values  # [R, KV, W · group, D]
-        own_weight = weight[..., length:].reshape(requests, kv_heads, width, group, step + 1).transpose(1, 2)
-        from_own = own_weight.reshape(rows, kv_heads, group, step + 1) @ own_values.transpose(1, 2)
-        out = from_prompt.view(requests, kv_heads, width, group, dim).transpose(1, 2).reshape(rows, heads, dim)
-        return (out + from_own.reshape(rows, heads, dim)).flatten(1)
+            keys[step, : len(key)] = key
+            values[step, : len(value)] = value
+        return [*own, (key, value)]
 
 
 def padded_prompt(pool: KVPool, layout: PackedLayout) -> list[tuple[Tensor, Tensor]]:
