@@ -149,7 +149,9 @@ def test_a_batch_without_weight_has_no_loss_and_a_finite_gradient():
     """repeat_weight 0 can leave a small batch without any label that counts."""
     layout = SidLayout.contiguous((5, 6, 7), 2)
     model = tiny_model(layout, seed=2)
-    examples = [replace(example, weights=example.weights * 0) for example in random_examples(np.random.default_rng(9), layout)]
+    examples = [
+        replace(example, weights=example.weights * 0) for example in random_examples(np.random.default_rng(9), layout)
+    ]
     loss = Objective(layout, "level", get_hardware_backend())(model, pack(examples, layout))
     loss.mean.backward()
     assert loss.mean.item() == 0

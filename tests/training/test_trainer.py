@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_the_schedule_rises_to_its_peak_and_falls():
     assert rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.55)
     assert rates[100] == pytest.approx(0.1)
-    assert all(after < before for before, after in zip(rates[10:-1], rates[11:], strict=True))
+    assert all(after < before for before, after in pairwise(rates[10:]))
     short = OptimConfig(learning_rate=1.0, warmup_steps=50)
     assert learning_rate(short, 3, 4) == pytest.approx(4 / 50), "a run shorter than its warm-up never leaves it"
 

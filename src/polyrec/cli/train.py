@@ -89,8 +89,9 @@ def read_recipe(config: Path | None, flags: dict[str, Any]) -> TrainConfig:
         *path, last = name.split(".")
         inner = values
         for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):  # else the file's value is no group of settings, which is told below
+            inner[last] = value
     return make_settings(TrainConfig, values, str(config) if config else "the flags")
 
 

@@ -29,10 +29,20 @@ def make_settings(cls: type[S], values: dict[str, Any], where: str = "settings")
         for fault in error.errors():
             name = ".".join(str(part) for part in fault["loc"])
             if fault["type"] == "extra_forbidden":
-                faults.append(f"unknown key '{name}' ({closest(str(fault['loc'][-1]), cls.model_fields)})")
+                faults.append(f"unknown key '{name}' ({closest(str(fault['loc'][-1]), _keys(cls, fault['loc'][:-1]))})")
             else:
                 faults.append(f"'{name}': {fault['msg']}, got {fault.get('input')!r}")
         raise ConfigError("config_invalid", f"{where}: " + "; ".join(faults) + ".", "Correct these keys.") from error
+
+
+def _keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The keys of the settings that `path` leads to."""
+    for name in path:
+        inner = cls.model_fields[name].annotation if isinstance(name, str) and name in cls.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        cls = inner
+    return list(cls.model_fields)
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
