@@ -21,7 +21,7 @@ from ..sid.catalog import Catalog
 from ..sid.layout import SidLayout
 from ..sid.tokenizer import layout_of, load_tokenizer
 
-POLYREC_JSON, CATALOG = "polyrec.json", "catalog.parquet"
+POLYREC_JSON, PREPARE_JSON, CATALOG = "polyrec.json", "prepare.json", "catalog.parquet"
 FORMAT_VERSION = 1
 
 
@@ -49,11 +49,14 @@ def read_folder(path: str | Path, catalog: str | Path | None = None) -> ModelFol
     layout = layout_of(tokenizer)
     facts = read_json(path / POLYREC_JSON) if (path / POLYREC_JSON).is_file() else None
     items = Catalog.load(catalog or path / CATALOG)
-    _check_catalog(items, layout, path)
+    _check_catalog(items, layout, Path(catalog or path / CATALOG))
     if facts is None:
         return ModelFolder(path, tokenizer, layout, items, PromptConfig(basket_token=False), "sequence", None)
+    _check_complete(facts, path / POLYREC_JSON)
     prompt = make_settings(PromptConfig, facts["prompt"]["config"], str(path / POLYREC_JSON))
     _check_facts(facts, layout, prompt, path)
+    if catalog is not None:
+        _check_codebooks(Path(catalog), facts["catalog_fingerprint"], path)
     return ModelFolder(path, tokenizer, layout, items, prompt, facts["kind"], facts["catalog_fingerprint"])
 
 
@@ -73,26 +76,53 @@ def write_facts(
 
 
 def _check_catalog(catalog: Catalog, layout: SidLayout, path: Path) -> None:
-    highest = catalog.codes.max(axis=0) if len(catalog) else []
+    if not len(catalog):
+        raise CheckpointError("catalog_empty", f"{path} has no items.", "Use the catalog prepared with this model.")
+    lowest, highest = catalog.codes.min(axis=0), catalog.codes.max(axis=0)
     fits = catalog.depth == layout.depth and all(
-        code < size for code, size in zip(highest, layout.codebook_sizes, strict=True)
+        0 <= low and high < size for low, high, size in zip(lowest, highest, layout.codebook_sizes, strict=True)
     )
     if not fits:
         raise CheckpointError(
             "catalog_does_not_fit",
-            f"{path}: the catalog's SIDs (depth {catalog.depth}, highest codes {list(map(int, highest))}) do not fit the "
+            f"{path}: SIDs of depth {catalog.depth} with codes from {lowest.tolist()} to {highest.tolist()} do not fit the "
             f"model's codebooks {list(layout.codebook_sizes)}.",
             "Use the catalog prepared with this model's codebooks.",
         )
 
 
-def _check_facts(facts: dict[str, Any], layout: SidLayout, prompt: PromptConfig, path: Path) -> None:
-    if facts.get("format_version") != FORMAT_VERSION:
+def _check_codebooks(catalog: Path, fingerprint: str, path: Path) -> None:
+    """SIDs of other codebooks of the same sizes look alike but mean nothing to the model; the folder that a catalog comes
+    from tells which codebooks it has."""
+    for name, key in ((PREPARE_JSON, "fingerprint"), (POLYREC_JSON, "catalog_fingerprint")):
+        beside = catalog.parent / name
+        if beside.is_file() and read_json(beside).get(key) != fingerprint:
+            raise CheckpointError(
+                "catalog_does_not_fit",
+                f"{catalog} was prepared with other codebooks than the model in {path} ({beside} has another fingerprint).",
+                "Use a catalog prepared with this model's codebooks.",
+            )
+
+
+def _check_complete(facts: Any, path: Path) -> None:
+    """The format's version first: another version may well have other keys."""
+    version = facts.get("format_version") if isinstance(facts, dict) else None
+    if version != FORMAT_VERSION:
         raise CheckpointError(
             "format_version",
-            f"{path / POLYREC_JSON} has format {facts.get('format_version')}, this Polyrec reads {FORMAT_VERSION}.",
+            f"{path} has format {version}, this Polyrec reads {FORMAT_VERSION}.",
             "Use the Polyrec version that wrote it, or train again.",
         )
+    missing = [key for key in ("sid_layout", "prompt", "kind", "catalog_fingerprint") if key not in facts]
+    if not missing:
+        missing = [f"prompt.{key}" for key in ("config", "digest") if key not in facts["prompt"]]
+    if missing:
+        raise CheckpointError(
+            "facts_incomplete", f"{path} lacks {', '.join(missing)}.", "Restore the file, or train again."
+        )
+
+
+def _check_facts(facts: dict[str, Any], layout: SidLayout, prompt: PromptConfig, path: Path) -> None:
     if facts["sid_layout"] != layout.to_dict():
         raise CheckpointError(
             "layout_differs",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..core.errors import CheckpointError
@@ -113,6 +113,12 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         path = folder / file
         if not path.is_file():
             raise CheckpointError("weights_missing", f"{folder} holds no {file}.", "Complete the model folder.")
-        with safe_open(path, framework="pt") as weights:
+        try:
+            weights = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(
+                "weights_unreadable", f"{path} is damaged or no safetensors file: {error}.", "Restore the file."
+            ) from error
+        with weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
                 yield name, weights.get_tensor(name)

@@ -1,0 +1,194 @@
+"""The engine's thread: batches, a bounded queue, cancelling, draining, and telling everyone when the engine fails."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+
+from polyrec.core.errors import RequestError
+from polyrec.core.request import RecommendRequest
+from polyrec.engine.engine import EngineConfig
+from polyrec.engine.loop import EngineLoop
+from polyrec.engine.recommender import Recommender
+from polyrec.engine.scheduler import BatchLimits
+from polyrec.testing.tiny import write_tiny_model
+
+WAIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("loop") / "tiny", num_items=60)
+
+
+@pytest.fixture
+def recommender(folder):
+    return Recommender.from_pretrained(folder, config=EngineConfig(limits=BatchLimits(max_requests=4)))
+
+
+@pytest.fixture
+def held(recommender):
+    """(loop, entered, release): the engine's next step tells `entered` and waits for `release`."""
+    entered, release = threading.Event(), threading.Event()
+    step = recommender.engine.step
+
+    def slow_step():
+        entered.set()
+        assert release.wait(WAIT_S)
+        return step()
+
+    recommender.engine.step = slow_step
+    loop = EngineLoop(recommender, max_queue=3)
+    loop.start()
+    yield loop, entered, release
+    release.set()
+    loop.drain(WAIT_S)
+
+
+def ask(row, n=3, **options):
+    return RecommendRequest(history=[f"item-{row}"], n=n, **options)
+
+
+def test_answers_are_the_recommender_s(folder, recommender):
+    loop = EngineLoop(recommender)
+    loop.start()
+    requests = [ask(row, n=1 + row % 7, exclude_seen=row % 2 == 0) for row in range(30)]
+    futures = [loop.submit(request) for request in requests]
+    prompt = recommender.prompt_of(np.array([5]), np.array([0]))
+    by_prompt = loop.submit_prompt(prompt.tolist(), 3)
+    alone = Recommender.from_pretrained(folder)
+    for request, future in zip(requests, futures, strict=True):
+        assert future.result(WAIT_S).item_ids == alone.recommend_batch([request])[0].item_ids
+    assert by_prompt.result(WAIT_S).item_ids == alone.recommend(["item-5"], n=3).item_ids
+    assert loop.drain(WAIT_S)
+    stats = loop.stats
+    assert stats["requests"] == 31
+    assert stats["prompt_tokens"] == 31 * len(prompt)
+    assert 31 / 4 <= stats["batches"] <= 31
+    assert stats["busy_seconds"] > 0
+    assert stats["cancelled"] == loop.depth == 0
+
+
+def test_a_cold_request_does_not_wait_for_the_engine(held):
+    loop, entered, _ = held
+    loop.submit(ask(1))
+    assert entered.wait(WAIT_S)
+    assert loop.submit(RecommendRequest(history=[], n=2)).result(0).source == "popularity"
+
+
+def test_wrong_requests_are_refused_in_the_caller_s_thread(held):
+    loop, _, _ = held
+    with pytest.raises(RequestError):
+        loop.submit(ask(1, n=0))
+    with pytest.raises(RequestError):
+        loop.submit_prompt([1, 2], 3)
+    assert loop.depth == 0
+
+
+def test_a_full_queue_refuses_with_429(held):
+    loop, entered, release = held
+    running = loop.submit(ask(0))
+    assert entered.wait(WAIT_S)
+    waiting = [loop.submit(ask(row)) for row in range(1, 4)]
+    assert loop.depth == 3
+    with pytest.raises(RequestError) as caught:
+        loop.submit(ask(9))
+    assert (caught.value.code, caught.value.status) == ("queue_full", 429)
+    release.set()
+    assert all(len(future.result(WAIT_S).items) == 3 for future in [running, *waiting])
+    assert len(loop.submit(ask(9)).result(WAIT_S).items) == 3
+
+
+def test_a_waiting_request_can_be_cancelled(held):
+    loop, entered, release = held
+    running = loop.submit(ask(0))
+    assert entered.wait(WAIT_S)
+    gone, kept = loop.submit(ask(1)), loop.submit(ask(2))
+    assert gone.cancel()
+    assert not running.cancel()
+    release.set()
+    assert len(kept.result(WAIT_S).items) == len(running.result(WAIT_S).items) == 3
+    with pytest.raises(CancelledError):
+        gone.result(WAIT_S)
+    assert loop.drain(WAIT_S)
+    assert (loop.stats["requests"], loop.stats["cancelled"]) == (2, 1)
+
+
+def test_draining_serves_who_waits_and_refuses_who_comes(held):
+    loop, entered, release = held
+    futures = [loop.submit(ask(0))]
+    assert entered.wait(WAIT_S)
+    futures += [loop.submit(ask(row)) for row in range(1, 4)]
+    assert not loop.drain(0.01)  # the engine is held
+    with pytest.raises(RequestError) as caught:
+        loop.submit(ask(5))
+    assert (caught.value.code, caught.value.status) == ("stopping", 503)
+    release.set()
+    assert loop.drain(WAIT_S)
+    assert not loop.is_alive
+    assert all(len(future.result(0).items) == 3 for future in futures)
+
+
+def test_a_loop_that_was_never_started_drains(recommender):
+    loop = EngineLoop(recommender)
+    assert loop.drain(0)
+    with pytest.raises(RequestError):
+        loop.submit(ask(1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failing_engine_tells_everyone_and_stops(recommender):
+    entered, release = threading.Event(), threading.Event()
+
+    def broken_step():
+        entered.set()
+        assert release.wait(WAIT_S)
+        raise ZeroDivisionError("the device is gone")
+
+    recommender.engine.step = broken_step
+    loop = EngineLoop(recommender)
+    loop.start()
+    futures = [loop.submit(ask(0))]
+    assert entered.wait(WAIT_S)
+    futures += [loop.submit(ask(row)) for row in range(1, 8)]  # more than a batch
+    futures[4].cancel()
+    release.set()
+    for future in futures[:4] + futures[5:]:
+        with pytest.raises(RequestError) as caught:
+            future.result(WAIT_S)
+        assert (caught.value.code, caught.value.status) == ("engine_failed", 500)
+    assert futures[4].cancelled()
+    assert loop.drain(WAIT_S)
+    assert not loop.is_alive
+    with pytest.raises(RequestError) as caught:
+        loop.submit(ask(1))
+    assert caught.value.code == "stopping"
+
+
+def test_requests_racing_with_a_drain_are_answered_or_refused(recommender):
+    loop = EngineLoop(recommender, max_queue=1000)
+    loop.start()
+    futures, refused = [], []
+    started = threading.Barrier(4)
+
+    def client():
+        started.wait()
+        for row in range(40):
+            try:
+                futures.append(loop.submit(ask(row)))
+            except RequestError as error:
+                refused.append(error.code)
+
+    threads = [threading.Thread(target=client) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    assert loop.drain(WAIT_S)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(futures) + len(refused) == 120
+    assert set(refused) <= {"stopping"}
+    assert all(future.done() and len(future.result(0).items) == 3 for future in futures)
