@@ -12,6 +12,7 @@ from .. import __version__
 from ..core.errors import PolyrecError
 
 COMMANDS = ("demo", "prepare", "train", "evaluate", "recommend", "serve")
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended: 128 + SIGINT
 
 
 def build_app() -> typer.Typer:
@@ -46,9 +47,17 @@ def main() -> None:
             console.print("[bold]What to do:[/] ", end="")
             console.print(error.remedy, markup=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Stopped. Finished parts are kept; run the same command to go on.")
-        sys.exit(130)
+    except KeyboardInterrupt:  # while the commands were imported
+        _say_stopped()
+        sys.exit(INTERRUPTED)
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:  # Typer turns Ctrl-C inside a command into this
+            _say_stopped()
+        raise
+
+
+def _say_stopped() -> None:
+    Console(stderr=True).print("Stopped. Finished parts are kept; run the same command to go on.")
 
 
 if __name__ == "__main__":
