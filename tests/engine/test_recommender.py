@@ -132,7 +132,7 @@ def test_seen_items_leave_only_when_asked(recommender):
 
 def test_only_allowed_items_come_back(recommender):
     everything = recommender.recommend(HISTORY, n=NUM_ITEMS).item_ids
-    allow = [f"item-{row}" for row in range(0, 40)]
+    allow = [f"item-{row}" for row in range(40)]
     expected = [item for item in everything if item in set(allow)]
     assert recommender.recommend(HISTORY, n=NUM_ITEMS, allow=[*allow, "nowhere"]).item_ids == expected
     both = recommender.recommend(HISTORY, n=NUM_ITEMS, allow=allow, exclude=["item-5"], exclude_seen=True).item_ids

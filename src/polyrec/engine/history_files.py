@@ -65,13 +65,13 @@ def open_histories(
         if first is None:
             raise DataError("file_empty", f"{path} holds nothing but blank lines.", "Give a file with rows.")
         if HISTORY in first[1]:
-            user = need_column(columns.user, list(first[1]), "user", "--user-column", USER, path.name)
+            user = _user_column(columns, list(first[1]), path)
             return HistorySource(_count_lines(path), _from_json(path, encoding, user), None)
     elif columns.item is None and kind in ("parquet", "csv", "tsv"):
         table = read_table(path, format=format, encoding=encoding)
         present = columns_of(table, path)
         if HISTORY in present:
-            user = need_column(columns.user, present, "user", "--user-column", USER, path.name)
+            user = _user_column(columns, present, path)
             table = table.select(pl.col(user).alias("user"), pl.col(HISTORY))
             if kind != "parquet":
                 table = collect(table, path).lazy()  # a text file would be read anew for each slice
@@ -91,6 +91,11 @@ def parse_baskets(text: str) -> list[Entry]:
         if items:
             history.append(items if len(items) > 1 else items[0])
     return history
+
+
+def _user_column(columns: ColumnMap, present: list[str], path: Path) -> str:
+    others = [name for name in present if name != HISTORY]
+    return need_column(columns.user, others, "user", "--user-column", USER, path.name)
 
 
 def _from_events(events: pl.DataFrame, in_baskets: bool) -> Iterator[UserHistory]:
