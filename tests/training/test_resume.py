@@ -1,4 +1,4 @@
-"""Real `polyrec train` processes: interrupted by Ctrl-C, killed, and gone on with, they end where a quiet run ends, bit for bit."""
+"""Real `polyrec train` processes: stopped by Ctrl-C, killed, gone on with, they end where a quiet run ends, bit for bit."""
 
 from __future__ import annotations
 
