@@ -13,7 +13,7 @@ import pytest
 import yaml
 from small_shop import read_log
 
-STEPS = 240
+STEPS = 300
 
 
 class TrainProcess:
@@ -65,7 +65,7 @@ def quiet_and_resumed(shop, sizes_file, tmp_path_factory):
     recipe.write_text(yaml.safe_dump(settings))
     quiet, out = TrainProcess(shop, folder / "quiet", recipe), folder / "resumed"
     ended = []
-    for step, signal_number in ((20, signal.SIGINT), (90, signal.SIGKILL)):
+    for step, signal_number in ((20, signal.SIGINT), (60, signal.SIGKILL)):
         code = TrainProcess(shop, out, recipe).stop_after(step, signal_number)
         found = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
         ended.append((code, found, len(read_log_or_less(out))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -164,6 +165,20 @@ def test_a_run_killed_before_its_first_file_starts_again(data, backend, recipe, 
     (tmp_path / "out" / "run" / ".recipe.half.yaml").write_text("siz")
     run.train(data, tmp_path / "out", recipe(steps=1), backend)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_model_folder_without_its_run_is_replaced_by_force_only(data, backend, recipe, tmp_path):
+    """Copied without `run/`, or left by a process that was killed just after --force had removed it."""
+    config = recipe(steps=2)
+    run.train(data, tmp_path / "out", config, backend)
+    before = weights_of(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "run")
+    with pytest.raises(ConfigError) as error:
+        run.train(data, tmp_path / "out", config, backend)
+    assert error.value.code == "out_occupied"
+    run.train(data, tmp_path / "out", config, backend, force=True)
+    expect_equal(weights_of(tmp_path / "out"), before)
+    assert run.is_finished(data, tmp_path / "out", config)
 
 
 class Scripted:

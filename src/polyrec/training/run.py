@@ -25,7 +25,7 @@ from ..core.files import atomic_path, read_json, value_digest, write_json
 from ..data.histories import known_before
 from ..data.loader import ExampleLoader
 from ..data.prompt import PromptBuilder
-from ..engine.folder import CATALOG, write_facts
+from ..engine.folder import CATALOG, POLYREC_JSON, write_facts
 from ..hardware.base.backend import HardwareBackend
 from ..models.checkpoint import save_model
 from ..models.extend import SINGLE as WEIGHTS
@@ -199,7 +199,7 @@ def _check_out(data: PreparedData, out: Path, config: TrainConfig, force: bool) 
                 f"{out} holds a run with another recipe or other data.",
                 "Name another folder with --out, or give --force to replace it.",
             )
-    elif out.exists() and not started.is_file() and not _holds_only_run(out):
+    elif out.exists() and not started.is_file() and not (_holds_only_run(out) or (force and _is_model(out))):
         raise ConfigError(
             "out_occupied", f"{out} exists and is not a training run.", "Name a new or empty folder with --out."
         )
@@ -208,6 +208,10 @@ def _check_out(data: PreparedData, out: Path, config: TrainConfig, force: bool) 
 def _holds_only_run(out: Path) -> bool:
     """An empty folder, or one of a run that was killed before it had written its first file."""
     return out.is_dir() and all(path.name == RUN for path in out.iterdir())
+
+
+def _is_model(out: Path) -> bool:
+    return (out / POLYREC_JSON).is_file()
 
 
 def _write_provenance(data: PreparedData, out: Path, config: TrainConfig) -> None:
