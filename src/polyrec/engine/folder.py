@@ -80,7 +80,7 @@ def _check_catalog(catalog: Catalog, layout: SidLayout, path: Path) -> None:
         raise CheckpointError("catalog_empty", f"{path} has no items.", "Use the catalog prepared with this model.")
     lowest, highest = catalog.codes.min(axis=0), catalog.codes.max(axis=0)
     fits = catalog.depth == layout.depth and all(
-        0 <= low and high < size for low, high, size in zip(lowest, highest, layout.codebook_sizes, strict=True)
+        low >= 0 and high < size for low, high, size in zip(lowest, highest, layout.codebook_sizes, strict=True)
     )
     if not fits:
         raise CheckpointError(
