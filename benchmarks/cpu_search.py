@@ -4,7 +4,7 @@ transformers runs `generate(num_beams=n, prefix_allowed_tokens_fn=trie)`, which 
 vocabulary, so our engine runs under the rule `vocab` and both must return the same items. Without --model, a model of random
 weights of a realistic size is written to a temporary folder.
 
-    python benchmarks/cpu_search.py            # about 5 minutes; writes benchmarks/results/cpu_search.json
+    python benchmarks/cpu_search.py            # 3 to 5 minutes; writes benchmarks/results/cpu_search.json
     python benchmarks/cpu_search.py --quick    # under a minute; writes nothing unless --out is given
 """
 
@@ -312,7 +312,7 @@ def main() -> int:
             {
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "commit": commit(),
-                "command": "python benchmarks/cpu_search.py " + " ".join(sys.argv[1:]),
+                "command": " ".join(["python benchmarks/cpu_search.py", *sys.argv[1:]]),
                 "machine": {**facts, "load_average_at_end": os.getloadavg()},
                 "model": {
                     "weights": "trained" if options.model else f"random, seed {options.seed}",

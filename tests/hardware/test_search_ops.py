@@ -132,9 +132,10 @@ def root_step(scores, width):
     """The children of one root with the given logits."""
     num = len(scores)
     trie = TrieArrays(torch.tensor([1, num + 1]), torch.tensor([-1, *range(num)]))
-    root = Beams(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    root = torch.zeros(1, 1, dtype=torch.int64)
+    beams = Beams(-torch.zeros(1, 1), root, root)  # −0.0 + −0.0 stays −0.0, so a negative zero reaches the ordering
     logits = torch.tensor(scores, dtype=torch.float32).view(1, 1, num)
-    return REFERENCE_OPS.search.beam_step(logits, torch.zeros(1, 1), root, trie, None, torch.tensor([width]), width)
+    return REFERENCE_OPS.search.beam_step(logits, torch.zeros(1, 1), beams, trie, None, torch.tensor([width]), width)
 
 
 def test_order_across_signs_and_zeros():
