@@ -176,7 +176,7 @@ def test_item_table_gives_order_names_and_text(tmp_path):
     )
     dataset = load_dataset(events, items)
     assert dataset.items.rows() == [("b", "B b", "B b X"), ("c", None, None), ("a", "A", "A Y")]
-    assert {w.code: w.count for w in dataset.report.warnings} == {"cold_items": 1}
+    assert {w.code: w.count for w in dataset.report.warnings} == {"no_time_column": 2, "cold_items": 1}
     chosen = load_dataset(events, items, ColumnMap(name="brand", text=("brand", "title")))
     assert chosen.items.rows()[0] == ("b", "X", "X B b")
 

@@ -14,7 +14,14 @@ from polyrec.data.prompt import PromptBuilder, PromptConfig
 from polyrec.sid.layout import SidLayout
 
 LAYOUT = SidLayout.contiguous((8, 8, 16), 2)
-PLAIN = {"complete_baskets": 0.0, "shuffle_baskets": False, "max_targets": 100, "batch_size": 4, "prompt_weight": 0.0}
+PLAIN = {
+    "complete_baskets": 0.0,
+    "shuffle_baskets": False,
+    "max_targets": 100,
+    "batch_size": 4,
+    "prompt_weight": 0.0,
+    "drop_items": 0.0,
+}
 
 
 def make_histories(users, kind="basket", splits=None):
@@ -255,3 +262,27 @@ def test_no_event_of_a_later_split_is_ever_seen(kind, stage):
         for item in [*targets, *(item for basket in history for item in basket)]
     }
     assert {label[item] for item in seen} == allowed
+
+
+def test_history_items_are_left_out_anew_each_time_but_never_the_newest_nor_a_target():
+    users = [[[8 * u + n] for n in range(8)] for u in range(9)]
+    loader = make_loader(make_histories(users, "sequence"), drop_items=0.4)
+    kept_shares, seen = [], set()
+    for number in range(40):
+        for history, targets, _ in epoch(loader, number):
+            whole = users[targets[0] // 8][:-1]
+            assert targets == users[targets[0] // 8][-1]
+            assert history[-1] == whole[-1]
+            assert history == [item for item in whole if item in history]  # order stays
+            kept_shares.append((len(history) - 1) / (len(whole) - 1))
+            seen.add(str(history))
+    assert np.mean(kept_shares) == pytest.approx(0.6, abs=0.04)
+    assert len(seen) > 200
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("sequence", True), ("basket", False)])
+def test_by_default_only_data_without_baskets_loses_items(kind, lost):
+    users = [[[8 * u + n] for n in range(8)] for u in range(9)]
+    loader = make_loader(make_histories(users, kind), drop_items=None)
+    lengths = [len(history) - targets[0] % 8 for number in range(5) for history, targets, _ in epoch(loader, number)]
+    assert (min(lengths) < 0) == lost

@@ -129,4 +129,4 @@ def _text(path: Path | None) -> str | None:
 def _say(text: str) -> None:
     from ..core.console import status_console
 
-    status_console().print(text, highlight=False, markup=False)
+    status_console().print(text, highlight=False, markup=False, soft_wrap=True)

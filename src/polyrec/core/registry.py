@@ -49,7 +49,7 @@ class Registry:
             raise RegistryError(
                 "registry_name_unknown",
                 f"No {self.kind} is named '{name}'. Known: {', '.join(self.names()) or 'none'}.",
-                closest(name, self._paths),
+                near if (near := closest(name, self._paths)).startswith("Did") else "Name one of them.",
             )
         return self._paths[name]
 

@@ -153,6 +153,9 @@ def _read_events(
         events = report.drop(events, pl.col("basket").is_null(), "null_basket", "row without a basket", "user")
     if "time" in report.columns and events.height:
         events = _parse_times(events, report, path, time_format)
+    elif columns.time is None and format != "sequence":  # sequence files state their order
+        message = f"events without a time ({path.name} has no column known as one, see --time-column): row order counts"
+        report.warn("no_time_column", events.height, message)
     return events
 
 

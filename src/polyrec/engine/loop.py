@@ -103,11 +103,12 @@ class EngineLoop:
             self._stats["busy_seconds"] += time.perf_counter() - started
 
     def _run(self, waiting: list[tuple[Prepared, Future[Recommendation]]]) -> None:
-        for prepared, future in waiting:
-            self._stats["prompt_tokens"] += len(prepared.search.prompt)
-            self.recommender.engine.submit(prepared.search, self._answer(prepared, future))
-        while self.recommender.engine.step():
-            self._stats["batches"] += 1
+        with self.recommender.lock:
+            for prepared, future in waiting:
+                self._stats["prompt_tokens"] += len(prepared.search.prompt)
+                self.recommender.engine.submit(prepared.search, self._answer(prepared, future))
+            while self.recommender.engine.step():
+                self._stats["batches"] += 1
 
     @staticmethod
     def _fail_unanswered(futures: Iterable[Future[Recommendation]]) -> None:

@@ -53,7 +53,7 @@ class Recommender:
         trie = build_trie(folder.catalog.codes)
         self._leaves = leaves_of_rows(trie)
         self.engine = Engine(model, folder.layout, trie, backend, self._config)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # held by whoever runs the engine
 
     @classmethod
     def from_pretrained(
@@ -112,7 +112,7 @@ class Recommender:
     ) -> list[Recommendation]:
         """Runs what `prepare` returned; what it answered already stays as it is."""
         searches = [item for item in prepared if isinstance(item, Prepared)]
-        with self._lock:
+        with self.lock:
             results = iter(self.engine.run([item.search for item in searches], progress))
         return [item if isinstance(item, Recommendation) else self.finish(item, next(results)) for item in prepared]
 
@@ -181,7 +181,7 @@ class Recommender:
             excluded = self._leaves[np.unique(rows)] if mask_seen else None
             searches.append(SearchRequest(self.prompt_of(rows, baskets), k, width, excluded))
         ranked = np.full((len(eval_set), k), -1, np.int32)
-        with self._lock:
+        with self.lock:
             results = self.engine.run(searches, progress)
         for index, result in enumerate(results):
             ranked[index, : len(result.leaves)] = self.engine.trie.rows[result.leaves]
@@ -197,7 +197,7 @@ class Recommender:
         for index in range(len(eval_set)):
             prompt = self.prompt_of(*eval_set.history(index))
             searches.append(SearchRequest(prompt, k, max(beam_width or 0, k)))
-        with self._lock:
+        with self.lock:
             results = engine.run(searches, progress)
         leaves = np.concatenate([result.leaves for result in results])
         codes = np.stack(np.unravel_index(leaves, self.layout.codebook_sizes), axis=1)

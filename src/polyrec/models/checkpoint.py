@@ -39,7 +39,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             "config_json_missing", f"{folder} holds no config.json.", "Give a model folder made by `polyrec train`."
         )
-    return read_json(path)
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            "config_json_invalid",
+            f"{path} holds a {type(values).__name__}, not a config.",
+            "Restore the model's config.",
+        )
+    return values
 
 
 def build_model(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.config import make_settings
 from ..core.errors import CheckpointError
 from ..hardware.base.attention import AttentionPlan
 from ..hardware.ops import PlatformOps
@@ -52,8 +53,9 @@ def read_config(values: dict[str, Any]) -> Qwen3Config:
     fields = {name: values[name] for name in Qwen3Config.model_fields if values.get(name) is not None}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
-    fields.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    return Qwen3Config(**fields)
+    if "head_dim" not in fields and {"hidden_size", "num_attention_heads"} <= fields.keys():
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    return make_settings(Qwen3Config, fields, "config.json")
 
 
 def write_config(config: Qwen3Config) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class OptimConfig(Settings):
     learning_rate: the peak. final_ratio: last rate over the peak. clip_norm: largest gradient norm.
     """
 
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(5e-3, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.98, ge=0, lt=1)
@@ -52,6 +52,7 @@ class TrainConfig(Settings):
     centroid_init: new SID embeddings start at the codebooks' centroids. head: codes are predicted among their level's
     codes, or among the whole vocabulary. fit_on: what is trained on; with validation events nothing can be chosen on them,
     so `patience` must be 0. steps: fixed, so that runs repeat. eval_every: steps between validations (0: at the end only).
+    Validations run only where their events are not trained on.
     patience: validations without a better NDCG@10 before training stops (0: never). eval_users: at most so many.
     """
 
@@ -60,20 +61,25 @@ class TrainConfig(Settings):
     init_from: str | None = None
     centroid_init: bool = True
     initializer_range: float = Field(0.02, gt=0)
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = False
     head: Head = "level"
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     optim: OptimConfig = OptimConfig()
     fit_on: Literal["fit", "fit+validation"] = "fit"
-    steps: int = Field(1200, ge=1)
-    eval_every: int = Field(200, ge=0)
+    steps: int = Field(600, ge=1)
+    eval_every: int = Field(100, ge=0)
     patience: int = Field(0, ge=0)
     eval_users: int = Field(1000, ge=1)
     eval_only_new: bool = True
     checkpoint_every: int = Field(100, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     seed: int = Field(0, ge=0, lt=2**31)
+
+    @property
+    def validates(self) -> bool:
+        """Whether NDCG is measured on the way: not on events that are trained on."""
+        return self.eval_every > 0 and self.fit_on == "fit"
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:

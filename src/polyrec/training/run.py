@@ -124,7 +124,7 @@ def train(
             log.step(facts)
             events.on_step(facts)
             more = True
-            if config.eval_every and (facts.step % config.eval_every == 0 or facts.step == config.steps):
+            if config.validates and (facts.step % config.eval_every == 0 or facts.step == config.steps):
                 ndcg = validator.ndcg()
                 log.validation(facts.step, ndcg)
                 events.on_validation(facts.step, ndcg)
