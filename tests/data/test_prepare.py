@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import datetime, timezone
 
 import numpy as np
 import polars as pl
@@ -297,3 +298,24 @@ def test_online_retail_is_prepared_from_the_bundled_data(tmp_path):
 def test_help_loads_neither_numpy_nor_polars():
     code = "import sys, polyrec.cli.prepare\nassert not {'numpy', 'polars', 'torch', 'sklearn'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_time_split_starts_where_the_user_says():
+    config = PrepareConfig(
+        dataset="online-retail", split="time", validation_from="2011-10-01", test_from="2011-11-01T12:00:00+01:00"
+    )
+    first = datetime(2011, 10, 1, tzinfo=timezone.utc)
+    second = datetime(2011, 11, 1, 11, tzinfo=timezone.utc)
+    assert config.boundaries == (first.timestamp() * 1e6, second.timestamp() * 1e6)
+    dataset = load_source(config)
+    histories = to_histories(dataset, dataset.items["item"].to_list(), "time", boundaries=config.boundaries)
+    started = dataset.events.with_columns(pl.col("time").min().over("user", "basket"))["time"].to_numpy()
+    expected = (started >= config.boundaries[0]).astype(int) + (started >= config.boundaries[1])
+    np.testing.assert_array_equal(histories.split, expected)
+
+
+@pytest.mark.parametrize("change", [{"split": "time", "test_from": "2011-11-01"}, {"test_from": "2011-11-01"}])
+def test_half_a_time_split_is_refused(change):
+    with pytest.raises(ConfigError) as error:
+        PrepareConfig(dataset="online-retail", **change)
+    assert error.value.code == "split_times"

@@ -180,3 +180,24 @@ def test_on_step_ends_a_run(backend):
     assert trainer.progress.step == 5
     trainer.run(lambda facts: True)  # goes on where it was
     assert loader.asked == list(range(STEPS))
+
+
+def test_the_kept_model_is_the_running_average_of_the_weights(backend):
+    trainer, _ = make_trainer(backend, Net(), OptimConfig(ema_decay=0.6, warmup_steps=2))
+    expected = {name: weight.detach().double() for name, weight in trainer.model.named_parameters()}
+    for step in range(12):
+        trainer.train_step()
+        # AveragedModel's first update copies; later ones average with a decay that grows up to the set one.
+        decay = 0.0 if step == 0 else min(0.6, (1 + step) / (10 + step))
+        for name, weight in trainer.model.named_parameters():
+            expected[name] = decay * expected[name] + (1 - decay) * weight.detach().double()
+    for name, weight in trainer.result.named_parameters():
+        torch.testing.assert_close(weight.double(), expected[name], rtol=1e-5, atol=1e-6)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(trainer.result.parameters(), trainer.model.parameters(), strict=True)
+    )
+
+
+def test_without_averaging_the_last_weights_are_kept(backend):
+    trainer, _ = make_trainer(backend, Net(), OptimConfig(ema_decay=0.0))
+    assert trainer.result is trainer.model

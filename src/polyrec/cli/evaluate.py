@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..core.request import SCORE_HELP, ScoreRule
+
 if TYPE_CHECKING:
     from ..data.histories import Histories
     from ..evaluation.run import InvalidRate, Ranker
@@ -54,6 +56,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
     samples: Annotated[int, typer.Option(min=2, help="Bootstrap draws behind the intervals.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of --max-users.")] = 0,
+    score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     hardware_platform: Annotated[Platform, typer.Option(help="Where the engine runs.")] = Platform.auto,
 ) -> None:
     """Measure a model beside popularity and itemKNN: full ranking, with confidence intervals."""
@@ -72,7 +75,9 @@ def evaluate(
     rankings: dict[str, Ranker] = {}
     invalid_rates: dict[str, InvalidRate] = {}
     if model:
-        rankings, invalid_rates = _model_methods(model, data, histories, beam_width, hardware_platform.value)
+        rankings, invalid_rates = _model_methods(
+            model, data, histories, beam_width, score_rule, hardware_platform.value
+        )
     with progress_bar() as progress:
         result = run(
             rankings,
@@ -109,19 +114,20 @@ def _cuts(ks: str) -> tuple[int, ...]:
 
 
 def _model_methods(
-    model: Path, data: Path, histories: Histories, beam_width: int | None, platform: str
+    model: Path, data: Path, histories: Histories, beam_width: int | None, score_rule: ScoreRule, platform: str
 ) -> tuple[dict[str, Ranker], dict[str, InvalidRate]]:
     """The model as one more ranking; its catalog's rows must be those of the histories."""
     from functools import partial
 
     from ..core.config import make_settings
     from ..core.errors import CatalogError
+    from ..engine.engine import EngineConfig
     from ..engine.recommender import Recommender
     from ..hardware.base.registry import HardwareConfig, get_hardware_backend
     from ..sid.catalog import Catalog
 
     backend = get_hardware_backend(make_settings(HardwareConfig, {"platform": platform}, where="--hardware-platform"))
-    recommender = Recommender.from_pretrained(model, backend=backend)
+    recommender = Recommender.from_pretrained(model, backend=backend, config=EngineConfig(score_rule=score_rule))
     if list(recommender.catalog.item_ids) != list(Catalog.load(data / "catalog.parquet").item_ids):
         raise CatalogError(
             "catalog_mismatch",

@@ -48,6 +48,10 @@ def prepare(
         bool | None, typer.Option("--strict-data", help="Unusable rows are an error instead of a counted drop.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="auto, leave-one-out, basket or time.")] = None,
+    validation_from: Annotated[
+        str | None, typer.Option(help="With --split time: where validation starts, as in 2011-10-01.")
+    ] = None,
+    test_from: Annotated[str | None, typer.Option(help="With --split time: where the test starts.")] = None,
     vectors: Annotated[
         str | None,
         typer.Option(
@@ -87,6 +91,8 @@ def prepare(
         "time_format": time_format,
         "strict_data": strict_data,
         "split": split,
+        "validation_from": validation_from,
+        "test_from": test_from,
         "vectors": vectors,
         "sentence_model": sentence_model,
         "depth": depth,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.request import SCORE_HELP, ScoreRule
+
 if TYPE_CHECKING:
     from ..core.request import Recommendation, RecommendRequest
     from ..engine.files import FileSummary
@@ -71,6 +73,7 @@ def recommend(
     ] = None,
     encoding: Annotated[str, typer.Option(help="Text encoding of the file.", rich_help_panel=COLUMNS)] = "utf-8",
     as_json: Annotated[bool, typer.Option("--json", help="Answer or summary as JSON on standard output.")] = False,
+    score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
 ) -> None:
     """Recommend items: for one history given here, or for every user of a file."""
@@ -89,7 +92,7 @@ def recommend(
         cold=cold.value,
     )
     if input is None:
-        recommender = _load(model, batch_size, hardware_platform)
+        recommender = _load(model, batch_size, score_rule, hardware_platform)
         _warn_unknown_filters(recommender, template)
         answer = recommender.recommend_batch([template])[0]
         if as_json:
@@ -109,7 +112,7 @@ def recommend(
         encoding=encoding,
         time_format=time_format,
     )
-    recommender = _load(model, batch_size, hardware_platform)
+    recommender = _load(model, batch_size, score_rule, hardware_platform)
     _warn_unknown_filters(recommender, template)
     assert output is not None
     summary = _run(recommender, source, output, template, batch_size)
@@ -177,7 +180,7 @@ def _items(flag: str, value: str | None, item_column: str | None) -> list[str] |
     return ids
 
 
-def _load(model: Path, batch_size: int, platform: str) -> Recommender:
+def _load(model: Path, batch_size: int, score_rule: ScoreRule, platform: str) -> Recommender:
     from ..core.config import make_settings
     from ..engine.engine import EngineConfig
     from ..engine.recommender import Recommender
@@ -185,7 +188,7 @@ def _load(model: Path, batch_size: int, platform: str) -> Recommender:
     from ..hardware import HardwareConfig, get_hardware_backend
 
     backend = get_hardware_backend(make_settings(HardwareConfig, {"platform": platform}, where="--hardware-platform"))
-    config = EngineConfig(limits=BatchLimits(max_requests=batch_size))
+    config = EngineConfig(score_rule=score_rule, limits=BatchLimits(max_requests=batch_size))
     return Recommender.from_pretrained(model, backend=backend, config=config)
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..core.request import SCORE_HELP, ScoreRule
+
 
 class Platform(str, Enum):
     """Platforms the engine runs on."""
@@ -38,6 +40,7 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Most requests in one engine batch.")] = 32,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take before it is answered 504.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
+    score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     hardware_platform: Annotated[Platform, typer.Option(help="Where the engine runs.")] = Platform.auto,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
 ) -> None:
@@ -59,6 +62,7 @@ def serve(
         "max_batch": max_batch,
         "timeout": timeout,
         "log_level": log_level.value,
+        "score_rule": score_rule,
         "hardware_platform": hardware_platform.value,
         "num_threads": num_threads,
     }

@@ -8,6 +8,7 @@ from typing import Literal
 
 ScoreRule = Literal["level", "sid", "vocab", "children"]
 SCORE_RULES: tuple[ScoreRule, ...] = ("level", "sid", "vocab", "children")
+SCORE_HELP = "Codes compete within their level, among all SID tokens, in the whole vocab, or with valid children only."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,7 @@ class PrepareConfig(Settings):
     vectors: one of VECTOR_KINDS or the path of a .npy, rows in the order of the item table. `auto` joins text and
     co-occurrence where both exist. vectors_from: co-occurrence (and the catalog's counts) from fit events only, or from
     validation events too, for a last fit when nothing is chosen on validation any more.
+    validation_from, test_from: where these stages start with the split `time`; by default after 80 and 90 % of the events.
     codebook_sizes: codes per level; by default chosen from the number of items. dim: dimensions per kind of vector.
     window: length of the runs whose events count as together in data without baskets.
     tokenizer: a Hugging Face folder whose tokenizer is extended; by default a small new one is made.
@@ -63,6 +65,8 @@ class PrepareConfig(Settings):
     columns: ColumnMap = ColumnMap()
     strict_data: bool = False
     split: Split = "auto"
+    validation_from: datetime | None = None
+    test_from: datetime | None = None
     vectors: str = "auto"
     sentence_model: str = "sentence-transformers/all-MiniLM-L6-v2"
     vectors_from: Literal["fit", "fit+validation"] = "fit"
@@ -87,8 +91,26 @@ class PrepareConfig(Settings):
             raise ValueError(f"must be one of {', '.join(VECTOR_KINDS)}, or the path of a .npy")
         return value
 
+    @property
+    def boundaries(self) -> tuple[int, int] | None:
+        """Starts of validation and test, µs since 1970; times without a zone are UTC, as those of the events are."""
+        if self.validation_from is None or self.test_from is None:
+            return None
+        first, second = (
+            (time if time.tzinfo else time.replace(tzinfo=timezone.utc))
+            for time in (self.validation_from, self.test_from)
+        )
+        return round(first.timestamp() * 1_000_000), round(second.timestamp() * 1_000_000)
+
     @model_validator(mode="after")
     def _consistent(self) -> PrepareConfig:
+        given = (self.validation_from is not None) + (self.test_from is not None)
+        if given == 1 or (given and self.split != "time"):
+            raise ConfigError(
+                "split_times",
+                "validation_from and test_from go together, and with the split 'time'.",
+                "Give --split time --validation-from DATE --test-from DATE.",
+            )
         if self.codebook_sizes is not None:
             code_space(self.codebook_sizes)
             if len(self.codebook_sizes) != self.depth:
@@ -186,7 +208,7 @@ def prepare(
         return out
     facts = plan(dataset, config)
     step("histories")
-    histories = to_histories(dataset, dataset.items["item"].to_list(), config.split)
+    histories = to_histories(dataset, dataset.items["item"].to_list(), config.split, boundaries=config.boundaries)
     known = known_before(histories, "validation" if config.vectors_from == "fit" else "test")
     step("item vectors")
     kind, vectors = make_vectors(dataset, known, config)

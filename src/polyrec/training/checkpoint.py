@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,49 +11,34 @@ from safetensors.torch import load_file, save_file
 
 from ..core.errors import TrainingError
 from ..core.files import atomic_folder, read_json, write_json
+from .trainer import Progress, Trainer
 
 _PREFIX = "step-"
 
 
-@dataclass
-class Progress:
-    """Where a run is. step: optimizer steps done. best: highest validation NDCG@10 and the step it was seen at.
-    since_best: validations since. seconds: training time so far."""
-
-    step: int = 0
-    best: float = -1.0
-    best_step: int = 0
-    since_best: int = 0
-    seconds: float = 0.0
-
-
 def save_checkpoint(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    rng: torch.Tensor,
-    best: dict[str, torch.Tensor],
-    keep: int,
+    folder: Path, trainer: Trainer, rng: torch.Tensor, best: dict[str, torch.Tensor], keep: int
 ) -> None:
     """Writes `step-N` and then removes all but the newest `keep`. best: weights of the best validation, or empty."""
-    with atomic_folder(folder / f"{_PREFIX}{progress.step:08d}") as temporary:
-        save_file(snapshot(model), temporary / "model.safetensors")
-        torch.save({"optimizer": optimizer.state_dict(), "rng": rng}, temporary / "optimizer.pt")
+    with atomic_folder(folder / f"{_PREFIX}{trainer.progress.step:08d}") as temporary:
+        save_file(snapshot(trainer.model), temporary / "model.safetensors")
+        averaged = trainer.averaged.state_dict() if trainer.averaged is not None else None
+        state = {"optimizer": trainer.optimizer.state_dict(), "averaged": averaged, "rng": rng}
+        torch.save(state, temporary / "optimizer.pt")
         if best:
             torch.save(best, temporary / "best.pt")
-        write_json(temporary / "progress.json", asdict(progress))
+        write_json(temporary / "progress.json", asdict(trainer.progress))
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
 
 
-def load_checkpoint(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[Progress, torch.Tensor]:
-    """Puts a checkpoint into model and optimizer; returns its progress and generator state."""
-    restore(model, load_file(path / "model.safetensors"))
+def load_checkpoint(path: Path, trainer: Trainer) -> tuple[Progress, torch.Tensor]:
+    """Puts a checkpoint into model, average and optimizer; returns its progress and generator state."""
+    restore(trainer.model, load_file(path / "model.safetensors"))
     state = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
-    optimizer.load_state_dict(state["optimizer"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    if trainer.averaged is not None:
+        trainer.averaged.load_state_dict(state["averaged"])
     return Progress(**read_json(path / "progress.json")), state["rng"]
 
 

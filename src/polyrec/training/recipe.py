@@ -33,6 +33,7 @@ class OptimConfig(Settings):
     """AdamW with linear warm-up and cosine decay.
 
     learning_rate: the peak. final_ratio: last rate over the peak. clip_norm: largest gradient norm.
+    ema_decay: the model that is judged and kept is a running average of the weights with this decay (0: the last weights).
     """
 
     learning_rate: float = Field(5e-3, gt=0)
@@ -42,6 +43,7 @@ class OptimConfig(Settings):
     warmup_steps: int = Field(50, ge=0)
     final_ratio: float = Field(0.1, ge=0, le=1)
     clip_norm: float = Field(1.0, gt=0)
+    ema_decay: float = Field(0.99, ge=0, lt=1)
 
 
 class TrainConfig(Settings):

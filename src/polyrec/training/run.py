@@ -33,7 +33,6 @@ from ..sid.catalog import Catalog
 from ..sid.tokenizer import num_tokens, save_tokenizer
 from .build import start_model
 from .checkpoint import (
-    Progress,
     checkpoints,
     load_checkpoint,
     remove_leftovers,
@@ -44,7 +43,7 @@ from .checkpoint import (
 from .objective import Objective
 from .prepared import PreparedData
 from .recipe import TrainConfig
-from .trainer import StepFacts, Trainer
+from .trainer import Progress, StepFacts, Trainer
 from .validate import Validator
 
 RUN, FINISHED, PROVENANCE = "run", "finished.json", "provenance.json"
@@ -109,7 +108,7 @@ def train(
     _write_provenance(data, out, config)
     run = _Run(data, config, backend)
     best = run.resume(out / RUN)
-    validator = Validator(run.trainer.model, data, config, backend)
+    validator = Validator(run.trainer.result, data, config, backend)
     if config.patience and len(validator) == 0:
         raise TrainingError(
             "nobody_to_validate",
@@ -132,7 +131,7 @@ def train(
                 more = not _is_stopped(progress, config)
                 if config.patience and progress.best_step == facts.step:
                     best.clear()
-                    best.update(snapshot(run.trainer.model))
+                    best.update(snapshot(run.trainer.result))
             if facts.step % config.checkpoint_every == 0 or not more or facts.step == config.steps:
                 run.save(out / RUN, best, config.keep_checkpoints)
             return more
@@ -140,7 +139,7 @@ def train(
         if not _is_stopped(progress, config):  # a run may have been killed between its early stop and its model folder
             run.trainer.run(after_step)
     if best:
-        restore(run.trainer.model, best)
+        restore(run.trainer.result, best)
     _write_model(run, out, config)
     return out
 
@@ -168,15 +167,13 @@ class _Run:
         found = checkpoints(folder / "checkpoints")
         if not found:
             return {}
-        self.trainer.progress, rng = load_checkpoint(found[-1], self.trainer.model, self.trainer.optimizer)
+        self.trainer.progress, rng = load_checkpoint(found[-1], self.trainer)
         self.backend.runtime.set_rng_state(rng)
         best = found[-1] / "best.pt"
         return torch.load(best, weights_only=True) if best.is_file() else {}
 
     def save(self, folder: Path, best: dict[str, torch.Tensor], keep: int) -> None:
-        rng = self.backend.runtime.rng_state()
-        trainer = self.trainer
-        save_checkpoint(folder / "checkpoints", trainer.model, trainer.optimizer, trainer.progress, rng, best, keep)
+        save_checkpoint(folder / "checkpoints", self.trainer, self.backend.runtime.rng_state(), best, keep)
 
 
 def _note_validation(progress: Progress, ndcg: float) -> None:
@@ -238,7 +235,7 @@ def _write_provenance(data: PreparedData, out: Path, config: TrainConfig) -> Non
 def _write_model(run: _Run, out: Path, config: TrainConfig) -> None:
     """The plain Hugging Face folder, polyrec.json and the catalog; the mark of a finished run comes last."""
     data, spec = run.data, run.spec
-    save_model(run.trainer.model, spec, out)
+    save_model(run.trainer.result, spec, out)
     save_tokenizer(data.tokenizer, out, config.init_from)
     counts = np.bincount(run.known.items, minlength=len(data.catalog))
     Catalog(data.catalog.item_ids, data.catalog.codes, data.catalog.names, counts).save(out / CATALOG)

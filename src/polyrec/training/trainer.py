@@ -6,16 +6,31 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
 from ..hardware.base.backend import HardwareBackend
 from ..models.spec import Decoder
-from .checkpoint import Progress
 from .objective import Objective
 from .recipe import OptimConfig, learning_rate
+
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+
+
+@dataclass
+class Progress:
+    """Where a run is. step: optimizer steps done. best: highest validation NDCG@10 and the step it was seen at.
+    since_best: validations since. seconds: training time so far."""
+
+    step: int = 0
+    best: float = -1.0
+    best_step: int = 0
+    since_best: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.optimizer = make_optimizer(model, config)
+        self.averaged = average_of(model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
         self._loader = loader
         self._objective = objective
@@ -52,8 +68,13 @@ class Trainer:
         self._steps = steps
         self._runtime = backend.runtime
 
+    @property
+    def result(self) -> Decoder:
+        """The model to judge and to keep: the running average of the weights, where there is one."""
+        return self.model if self.averaged is None else cast(Decoder, self.averaged.module)
+
     def train_step(self) -> StepFacts:
-        """Batch, forward, backward, clip, update."""
+        """Batch, forward, backward, clip, update, average."""
         started = time.perf_counter()
         step = self.progress.step
         batch = self._loader.batch(step)
@@ -63,6 +84,8 @@ class Trainer:
         loss.mean.backward()
         norm = self._clip(step, loss.mean, rate)
         self.optimizer.step()
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.model)
         seconds = time.perf_counter() - started
         self.progress.step += 1
         self.progress.seconds += seconds
@@ -91,6 +114,19 @@ class Trainer:
                 "Lower optim.learning_rate or optim.clip_norm; the last checkpoint is from before this step.",
             )
         return norm
+
+
+def average_of(model: Decoder, decay: float) -> AveragedModel:
+    """A copy of the model that follows it as an exponential average (Polyak and Juditsky, 1992).
+
+    Early steps count for more, min(decay, (1 + n) / (10 + n)), so that a short run's average is not its start.
+    """
+
+    def average(averages: Tensors, weights: Tensors, num: torch.Tensor | int) -> None:
+        so_far = min(decay, (1 + int(num)) / (10 + int(num)))
+        torch._foreach_lerp_(averages, weights, 1 - so_far)
+
+    return AveragedModel(model, multi_avg_fn=average)
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
