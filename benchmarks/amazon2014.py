@@ -4,7 +4,7 @@ The data are for research use and are not part of this project: `--data` names a
 `Sports/sequences.txt`, lines of `user item item …` in time order, item ids from 1.
 
     python benchmarks/amazon2014.py --data PATH/amazon2014 --dataset Beauty
-    python benchmarks/amazon2014.py --data PATH/amazon2014 --dataset Beauty --work runs/beauty --train-steps 5000
+    python benchmarks/amazon2014.py --data PATH/amazon2014 --dataset Beauty --work runs/beauty --train-steps 2400
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def generative_row(source: Path, work: Path, steps: int) -> tuple[str, dict[str,
         model_config_file=str(Path(__file__).parent / "amazon2014_model.json"),
         prompt=PromptConfig(max_items=20),
         sampling=SamplingConfig(batch_size=256, drop_items=0.3),
-        optim=OptimConfig(learning_rate=2e-3, warmup_steps=100),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=100),
         steps=steps,
         eval_every=max(1, steps // 10),
     )
