@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+from facts import origin
 
 from polyrec.cli.train import progress_events
 from polyrec.core.errors import DataError
@@ -141,6 +142,7 @@ def main() -> None:
         "--train-steps", type=int, default=0, help="train the generative model so long (0: leave it out)"
     )
     options = parser.parse_args()
+    origin_facts = origin("amazon2014.py")
     histories = read_sequences(options.data / options.dataset / "sequences.txt")
     measured = baseline_rows(histories)
     if options.train_steps:
@@ -152,7 +154,14 @@ def main() -> None:
     published = {name: dict(zip(COLUMNS, row, strict=True)) for name, row in PUBLISHED[options.dataset].items()}
     write_json(
         options.out or results / f"amazon2014_{options.dataset.lower()}.json",
-        {"dataset": options.dataset, **facts, "measured": measured, "published": published, "note": ARTEFACT},
+        {
+            **origin_facts,
+            "dataset": options.dataset,
+            **facts,
+            "measured": measured,
+            "published": published,
+            "note": ARTEFACT,
+        },
     )
 
 

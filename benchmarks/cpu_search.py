@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 import transformers
+from facts import origin
 
 from polyrec.core.files import write_json
 from polyrec.engine.batching import SearchRequest
@@ -206,41 +204,6 @@ def measure(ours: OurSearch, theirs: TransformersSearch, prompts: list[np.ndarra
     }
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
-        "note": "a shared machine; both sides alternate in one process, so ratios mean more than rates",
-        "load_average_at_start": os.getloadavg(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": np.__version__,
-        },
-    }
-
-
-def commit() -> str:
-    """The tree's commit, with `+` when files under src differ from it."""
-    root = Path(__file__).parent.parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "src") else "")
-
-
 def render(rows: list[dict]) -> str:
     """The measured table, as Markdown."""
     lines = [
@@ -287,7 +250,12 @@ def main() -> int:
     elif options.out is None:
         options.out = Path(__file__).parent / "results" / "cpu_search.json"
     torch.set_num_threads(options.threads)
-    facts = machine()
+    facts = origin("cpu_search.py", packages=("torch", "transformers", "numpy"))
+    facts["machine"] |= {
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
+        "note": "a shared machine; both sides alternate in one process, so ratios mean more than rates",
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.model or write_tiny_model(
             temporary, num_items=3659, seed=options.seed, codebook_sizes=(64, 64, 64), hidden_size=128, num_layers=4
@@ -310,10 +278,8 @@ def main() -> int:
         write_json(
             options.out,
             {
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "commit": commit(),
-                "command": " ".join(["python benchmarks/cpu_search.py", *sys.argv[1:]]),
-                "machine": {**facts, "load_average_at_end": os.getloadavg()},
+                **facts,
+                "load_average_at_end": os.getloadavg(),
                 "model": {
                     "weights": "trained" if options.model else f"random, seed {options.seed}",
                     "parameters": sum(weight.numel() for weight in theirs.model.parameters()),
