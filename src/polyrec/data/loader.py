@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ..core.config import Settings
 from ..core.errors import TrainingError
-from .histories import Histories
+from .histories import Histories, event_owners
 from .packing import Example, PackedBatch, pack
 from .prompt import PromptBuilder
 
@@ -119,15 +119,12 @@ def example_starts(histories: Histories, *, first_baskets: bool) -> np.ndarray:
 
     first_baskets: a user's first basket counts too if it has two items: a part of it is the history of the rest.
     """
-    starts = []
-    for user in range(histories.num_users):
-        first, last = int(histories.offsets[user]), int(histories.offsets[user + 1])
-        if last - first < 2:
-            continue
-        opens = first + np.flatnonzero(np.diff(histories.baskets[first:last])) + 1
-        if first_baskets and histories.kind == "basket" and (opens[0] if len(opens) else last) - first > 1:
-            opens = np.append(first, opens)
-        ends = np.append(opens[1:], last)[: len(opens)]
-        keep = slice(-1, None) if histories.kind == "sequence" else slice(None)
-        starts += [(first, int(begin), int(end)) for begin, end in zip(opens[keep], ends[keep], strict=True)]
-    return np.array(starts, np.int64).reshape(-1, 3)
+    owner = event_owners(histories.offsets)
+    opens = np.flatnonzero((np.diff(owner, prepend=-1) != 0) | (np.diff(histories.baskets, prepend=-1) != 0))
+    ends = np.append(opens[1:], len(owner))
+    first = histories.offsets[owner[opens]]
+    if histories.kind == "sequence":
+        kept = (opens > first) & (ends == histories.offsets[owner[opens] + 1])
+    else:
+        kept = (opens > first) | (first_baskets & (ends - opens > 1))
+    return np.stack([first, opens, ends], axis=1)[kept].astype(np.int64)
