@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..hardware import HardwareBackend
 
 HISTORY_SHOWN = 8
-BEAM_WIDTH = 50
 
 
 def demo(
@@ -108,7 +107,7 @@ def _evaluate(
     from ..core.console import progress_bar
     from ..core.files import file_digest, read_json, write_json
     from ..evaluation.result import EvaluationResult
-    from ..evaluation.run import evaluate
+    from ..evaluation.run import BEAM_WIDTH, evaluate
 
     mark = {"model": file_digest(model / "model.safetensors"), "seed": seed}
     if (folder / "made_from.json").is_file() and read_json(folder / "made_from.json") == mark:
@@ -134,6 +133,7 @@ def _show_customer(recommender: Recommender, histories: Histories, console: Cons
     from rich.table import Table
 
     from ..data.histories import eval_set
+    from ..evaluation.run import BEAM_WIDTH
 
     asked = eval_set(histories, "test", only_new=True)
     row = _typical(asked)

@@ -48,7 +48,9 @@ def evaluate(
     ] = ProtocolChoice.both,
     ks: Annotated[str, typer.Option(help="Cut-offs, as in 5,10.")] = "5,10",
     max_users: Annotated[int | None, typer.Option(min=1, help="Ask only so many users, drawn by the seed.")] = None,
-    beam_width: Annotated[int | None, typer.Option(min=1, help="Prefixes that live in the search.")] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(min=1, help="Prefixes that live in the search (default 50).")
+    ] = None,
     fit_only: Annotated[
         bool, typer.Option("--fit-only", help="Baselines learn from fit events alone, without validation.")
     ] = False,
@@ -64,7 +66,7 @@ def evaluate(
 
     from ..core.console import progress_bar
     from ..data.interactions import load_histories
-    from ..evaluation.run import ProtocolName
+    from ..evaluation.run import BEAM_WIDTH, ProtocolName
     from ..evaluation.run import evaluate as run
 
     cuts = _cuts(ks)
@@ -76,7 +78,7 @@ def evaluate(
     invalid_rates: dict[str, InvalidRate] = {}
     if model:
         rankings, invalid_rates = _model_methods(
-            model, data, histories, beam_width, score_rule, hardware_platform.value
+            model, data, histories, beam_width or BEAM_WIDTH, score_rule, hardware_platform.value
         )
     with progress_bar() as progress:
         result = run(
@@ -114,7 +116,7 @@ def _cuts(ks: str) -> tuple[int, ...]:
 
 
 def _model_methods(
-    model: Path, data: Path, histories: Histories, beam_width: int | None, score_rule: ScoreRule, platform: str
+    model: Path, data: Path, histories: Histories, beam_width: int, score_rule: ScoreRule, platform: str
 ) -> tuple[dict[str, Ranker], dict[str, InvalidRate]]:
     """The model as one more ranking; its catalog's rows must be those of the histories."""
     from functools import partial

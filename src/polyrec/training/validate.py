@@ -8,14 +8,13 @@ from ..data.histories import EvalSet, eval_set
 from ..engine.folder import ModelFolder
 from ..engine.recommender import Recommender
 from ..evaluation.metrics import per_user_metrics
-from ..evaluation.run import draw_users
+from ..evaluation.run import BEAM_WIDTH, draw_users
 from ..hardware.base.backend import HardwareBackend
 from ..models.spec import Decoder
 from .prepared import PreparedData
 from .recipe import TrainConfig
 
 K = 10
-BEAM_WIDTH = 50
 
 
 class Validator:
