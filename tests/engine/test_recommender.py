@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from reference import beam_search
 
 from polyrec.core.errors import RequestError
 from polyrec.core.request import RecommendRequest
+from polyrec.data.histories import EvalSet
 from polyrec.data.prompt import PromptConfig
 from polyrec.engine.engine import EngineConfig
 from polyrec.engine.recommender import Recommender
@@ -238,3 +241,25 @@ def test_ready_prompts(recommender):
     rows = np.array([3, 50])
     prepared = recommender.prepare_prompt(recommender.prompt_of(rows, np.array([0, 1])).tolist(), 5)
     assert recommender.answer([prepared])[0].items == recommender.recommend(["item-3", "item-50"], n=5).items
+
+
+def test_unconstrained_beams_count_sids_of_no_item(recommender):
+    """Against a plain beam search over every code sequence, whether or not an item has it."""
+    rng, width, k, users = np.random.default_rng(4), 9, 6, 5
+    items = rng.integers(0, NUM_ITEMS, 4 * users).astype(np.int32)
+    offsets, nothing = np.arange(0, len(items) + 1, 4), np.zeros(0, np.int32)
+    baskets = np.tile(np.array([0, 0, 1, 2], np.int32), users)
+    asked = EvalSet(
+        np.arange(users), offsets, items, baskets, np.zeros(users + 1, np.int64), nothing, NUM_ITEMS, "basket"
+    )
+    known = set(map(tuple, recommender.catalog.codes.tolist()))
+    every = set(np.ndindex(*recommender.layout.codebook_sizes))
+    model = copy.deepcopy(recommender._model).double()
+    invalid = []
+    for row in range(users):
+        prompt = recommender.prompt_of(*asked.history(row)).tolist()
+        invalid += [
+            sid not in known for sid, _ in beam_search(model, recommender.layout, prompt, every, width, "level")[:k]
+        ]
+    assert 0 < sum(invalid) < len(invalid)
+    assert recommender.unconstrained_invalid_rate(asked, k, width) == pytest.approx(np.mean(invalid))
