@@ -60,12 +60,12 @@ class EvalSet:
         return len(self.users)
 
     def history(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Item rows and basket ordinals of one history, oldest first."""
+        """Item rows int32 [H] and basket ordinals int32 [H] of one history, oldest first."""
         part = slice(self.offsets[row], self.offsets[row + 1])
         return self.items[part], self.baskets[part]
 
     def target(self, row: int) -> np.ndarray:
-        """Target item rows of one user."""
+        """Target item rows int32 [G] of one user."""
         return self.targets[self.target_offsets[row] : self.target_offsets[row + 1]]
 
 

@@ -93,7 +93,7 @@ def pack(examples: Sequence[Example], layout: SidLayout) -> PackedBatch:
 
 
 def prompt_labels(prompt: np.ndarray, layout: SidLayout) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """For each level: its number, the positions whose next token is a code of it, and those codes."""
+    """For each level of prompt int [T]: its number, the positions int [M] whose next token is a code of it, those codes [M]."""
     following = prompt[1:]
     labels = []
     for level, (first, size) in enumerate(zip(layout.level_starts, layout.codebook_sizes, strict=True)):
@@ -103,7 +103,8 @@ def prompt_labels(prompt: np.ndarray, layout: SidLayout) -> list[tuple[int, np.n
 
 
 def basket_labels(prompt: np.ndarray, layout: SidLayout) -> tuple[np.ndarray, np.ndarray]:
-    """For every item of the prompt: the position of the `<|sid_begin|>` that opens its basket, and the item's first code."""
+    """For every item of prompt int [T]: the position of the `<|sid_begin|>` that opens its basket, and the item's first code,
+    both int [M]."""
     first, size = layout.level_starts[0], layout.codebook_sizes[0]
     begins = np.flatnonzero(prompt == layout.begin)
     items = np.flatnonzero((prompt >= first) & (prompt < first + size))

@@ -49,7 +49,7 @@ def label_by_time(times: np.ndarray, validation_from: int, test_from: int) -> np
 
 
 def time_boundaries(times: np.ndarray, quantiles: tuple[float, float]) -> tuple[int, int]:
-    """The times (µs) before which the given shares of the events lie: where validation and test start."""
+    """The times (µs) before which the given shares of times int64 [E] lie: where validation and test start."""
     low, high = quantiles
     if not 0 < low <= high < 1:
         raise DataError("split_quantiles", f"Quantiles {quantiles} must rise and lie between 0 and 1.", "E.g. 0.8 0.9.")

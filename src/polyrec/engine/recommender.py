@@ -162,7 +162,7 @@ class Recommender:
         return Recommendation(tuple(items), self.score_rule, "model", prepared.unknown)
 
     def prompt_of(self, rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
-        """Token ids of a history of catalog rows; the trainer builds the same."""
+        """Token ids int64 [T] of a history: catalog rows int [H] and basket ordinals int [H]; the trainer builds the same."""
         return self._prompts.build(self.catalog.codes[rows], baskets)
 
     def rank_rows(

@@ -64,7 +64,7 @@ def repeated(ranked: np.ndarray) -> np.ndarray:
 
 
 def item_coverage(ranked: np.ndarray, num_items: int, k: int) -> float:
-    """Share of the catalog that is recommended to anybody within the first k places."""
+    """Share of the catalog that is recommended to anybody within the first k places of ranked int [N, K]."""
     shown = ranked[:, :k]
     return len(np.unique(shown[shown >= 0])) / num_items
 
@@ -82,12 +82,12 @@ def novelty(ranked: np.ndarray, counts: np.ndarray, k: int) -> float:
 
 
 def invalid_rate(ranked: np.ndarray, k: int) -> float:
-    """Share of the first k places that name no item of the catalog."""
+    """Share of the first k places of ranked int [N, K] that name no item of the catalog (−1)."""
     return float((ranked[:, :k] < 0).mean()) if len(ranked) else 0.0
 
 
 def duplicate_rate(ranked: np.ndarray, k: int) -> float:
-    """Share of the first k places that repeat an item from further up."""
+    """Share of the first k places of ranked int [N, K] that repeat an item from further up."""
     return float(repeated(ranked[:, :k]).mean()) if len(ranked) else 0.0
 
 

@@ -11,7 +11,10 @@ from .linear import Linear
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys (Qwen3). layer: its number, which the plan asks for."""
+    """x [T, D] -> [T, D]: grouped-query attention with normalised queries and keys (Qwen3).
+
+    layer: its number, which the plan asks for. angles (in `forward`): cos and sin fp32 [T, head_dim / 2].
+    """
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ def save_model(model: torch.nn.Module, spec: ModelSpec, folder: str | Path) -> N
 
 
 def hf_views(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Hugging Face's weight names -> views into our parameters; merged projections give one view a part."""
+    """Hugging Face's weight names -> views into our parameters [out, in] or [D]; merged projections give one view a part."""
     views: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")

@@ -114,7 +114,8 @@ def leaves_of_rows(trie: Trie) -> np.ndarray:
 
 
 def live_nodes(trie: Trie, leaves: np.ndarray) -> list[np.ndarray]:
-    """For levels 1…S the sorted node ids that lead to any of `leaves` (leaf numbers): an allow list's own tree."""
+    """For levels 1…S the sorted node ids, int64, that lead to any of `leaves` (leaf numbers, int [L]): an allow list's
+    own tree."""
     nodes = np.unique(np.asarray(leaves, np.int64)) + trie.first_leaf
     levels = [nodes]
     for _ in range(trie.depth - 1):
@@ -124,7 +125,8 @@ def live_nodes(trie: Trie, leaves: np.ndarray) -> list[np.ndarray]:
 
 
 def dead_nodes(trie: Trie, leaves: np.ndarray) -> list[np.ndarray]:
-    """For levels 1…S the sorted node ids whose every leaf is in `leaves` (leaf numbers): what an exclusion takes away."""
+    """For levels 1…S the sorted node ids, int64, whose every leaf is in `leaves` (leaf numbers, int [L]): what an exclusion
+    takes away."""
     nodes = np.unique(np.asarray(leaves, np.int64)) + trie.first_leaf
     levels = [nodes]
     for _ in range(trie.depth - 1):

@@ -33,7 +33,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, trainer: Trainer) -> tuple[Progress, torch.Tensor]:
-    """Puts a checkpoint into model, average and optimizer; returns its progress and generator state."""
+    """Puts a checkpoint into model, average and optimizer; returns its progress and generator state (uint8)."""
     restore(trainer.model, load_file(path / "model.safetensors"))
     state = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
     trainer.optimizer.load_state_dict(state["optimizer"])
@@ -54,7 +54,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A host copy of all parameters, by our own names."""
+    """A host copy of all parameters, by our own names; dtypes and shapes as in the model."""
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 

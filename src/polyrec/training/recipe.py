@@ -53,8 +53,8 @@ class TrainConfig(Settings):
     init_from: a Hugging Face folder to go on from; its tokenizer must be the one `polyrec prepare --tokenizer` extended.
     centroid_init: new SID embeddings start at the codebooks' centroids. head: codes are predicted among their level's
     codes, or among the whole vocabulary. fit_on: what is trained on; with validation events nothing can be chosen on them,
-    so `patience` must be 0. steps: fixed, so that runs repeat. eval_every: steps between validations (0: at the end only).
-    Validations run only where their events are not trained on.
+    so `patience` must be 0. steps: fixed, so that runs repeat. eval_every: steps between validations; the last step is
+    validated too (0: no validation). Validations run only where their events are not trained on.
     patience: validations without a better NDCG@10 before training stops (0: never). eval_users: at most so many.
     """
 

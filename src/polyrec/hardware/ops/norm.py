@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream grows by x, and its norm is returned beside it."""
+    """x and residual [..., D] -> (rms_norm(x + residual) [..., D], x + residual): the residual stream grows by x."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 

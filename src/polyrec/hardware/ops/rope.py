@@ -34,7 +34,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def qk_norm_rotary(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm over each head's D, then `rotary` (Qwen3)."""
+    """RMSNorm over the D of each head of q [T, H, D] and k [T, KV, D] with weights [D], then `rotary` (Qwen3)."""
     return rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
 
 
