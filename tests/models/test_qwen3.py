@@ -89,12 +89,32 @@ def test_transformers_loads_what_we_save(tied, tmp_path):
     assert read_config(checkpoint.read_config(tmp_path / "ours")) == ours.config
 
 
-@pytest.mark.parametrize("change", [{"use_sliding_window": True}, {"hidden_act": "gelu"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": True},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},  # as older configs spell it
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
+        {"rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 1e6}},
+    ],
+)
 def test_a_feature_we_lack_is_refused(change):
     values = {**random_config(np.random.default_rng(0), tied=True, bias=False).to_dict(), **change}
+    if "rope_scaling" in change:
+        values.pop("rope_parameters")
     with pytest.raises(CheckpointError) as error:
         read_config(values)
     assert error.value.code == "model_feature_missing"
+
+
+def test_a_config_that_does_not_say_whether_the_head_is_tied_means_what_transformers_takes_it_for():
+    values = random_config(np.random.default_rng(0), tied=True, bias=False).to_dict()
+    del values["tie_word_embeddings"]
+    theirs = transformers.Qwen3Config(**values)
+    assert read_config(values).tie_word_embeddings == theirs.tie_word_embeddings
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):

@@ -39,7 +39,8 @@ def read_config(values: dict[str, Any]) -> Qwen3Config:
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     refused = {
         "use_sliding_window": values.get("use_sliding_window", False),
-        "rope type": rope.get("rope_type", "default") not in ("default", None),
+        # `type` is how configs up to 2024 spell it; transformers still reads both.
+        "rope type": (rope.get("rope_type") or rope.get("type") or "default") != "default",
         "hidden_act": values.get("hidden_act", "silu") != "silu",
         "quantization_config": values.get("quantization_config") is not None,
     }
@@ -51,6 +52,7 @@ def read_config(values: dict[str, Any]) -> Qwen3Config:
             "Use a checkpoint without them.",
         )
     fields = {name: values[name] for name in Qwen3Config.model_fields if values.get(name) is not None}
+    fields.setdefault("tie_word_embeddings", False)  # as transformers takes a Qwen3 config that does not say
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
     if "head_dim" not in fields and {"hidden_size", "num_attention_heads"} <= fields.keys():
