@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from small_shop import SIZES as SHOP_SIZES
 from small_shop import prepare_shop, read_log
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -85,6 +86,36 @@ def test_prompts_longer_than_the_positions_are_refused(data, recipe, backend):
     with pytest.raises(CheckpointError) as error:
         run.plan(data, recipe(prompt={"max_items": 200}), backend)
     assert error.value.code == "positions_too_few"
+
+
+def test_positions_that_a_config_file_leaves_out_are_its_model_s_default(data, recipe, backend, tmp_path):
+    write_json(tmp_path / "config.json", {k: v for k, v in SHOP_SIZES.items() if k != "max_position_embeddings"})
+    settings = {"model_config_file": str(tmp_path / "config.json")}
+    model, _ = start_model(recipe(**settings), 100, data.layout, data.codebooks, 4096, backend)
+    assert model.config.max_position_embeddings == 4096
+    with pytest.raises(CheckpointError) as error:
+        start_model(recipe(**settings), 100, data.layout, data.codebooks, 4097, backend)
+    assert error.value.code == "positions_too_few"
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_recipe_ties_the_head_where_the_config_file_does_not_say(data, recipe, backend, tmp_path, said, asked):
+    write_json(tmp_path / "config.json", SHOP_SIZES | ({} if said is None else {"tie_word_embeddings": said}))
+    config = recipe(model_config_file=str(tmp_path / "config.json"), tie_word_embeddings=asked)
+    model, _ = start_model(config, num_tokens(data.tokenizer), data.layout, data.codebooks, 64, backend)
+    assert model.config.tie_word_embeddings == (asked if said is None else said)
+
+
+@pytest.mark.parametrize("content", [None, "[1]"])
+def test_a_config_file_that_is_none_is_refused(data, recipe, backend, tmp_path, content):
+    path = tmp_path / "config.json"
+    if content:
+        path.write_text(content)
+    with pytest.raises(CheckpointError) as error:
+        run.plan(data, recipe(model_config_file=str(path)), backend)
+    assert error.value.code == "model_config_missing"
+    assert str(path) in error.value.message
 
 
 @pytest.fixture(scope="module")

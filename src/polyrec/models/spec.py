@@ -52,6 +52,6 @@ class ModelSpec:
 
     architecture: str
     build: Callable[[Any, PlatformOps], Decoder]
-    read_config: Callable[[dict[str, Any]], Settings]
+    read_config: Callable[[dict[str, Any]], DecoderConfig]
     write_config: Callable[[Any], dict[str, Any]]
     merged: Mapping[str, tuple[str, ...]]

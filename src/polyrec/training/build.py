@@ -35,8 +35,7 @@ def start_model(
     if config.init_from:
         return _extended(Path(config.init_from), config, num_vocab, max_tokens, backend)
     values = _fresh_config(config, num_vocab, max_tokens)
-    spec = model_spec(values, config.model_config_file or f"size '{config.size}'")
-    model = build_model(spec, values, backend)
+    model, spec = _build(values, config.model_config_file or f"size '{config.size}'", max_tokens, backend)
     model.init_weights(torch.Generator().manual_seed(config.seed))
     if config.centroid_init:
         centroid_embeddings(model.embed_tokens.weight, layout, codebooks, values["initializer_range"])
@@ -59,24 +58,38 @@ def centroid_embeddings(weight: torch.Tensor, layout: SidLayout, codebooks: Code
 
 def _fresh_config(config: TrainConfig, num_vocab: int, max_tokens: int) -> dict[str, Any]:
     if config.model_config_file:
-        values = read_json(config.model_config_file)
+        values = _read_sizes(Path(config.model_config_file))
     else:
         values = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 4096, **size_fields(config.size)}
-        values["tie_word_embeddings"] = config.tie_word_embeddings
-        values["initializer_range"] = config.initializer_range
     values["vocab_size"] = padded_vocab_size(num_vocab)
+    # What a config file does not say, the recipe does.
+    values.setdefault("tie_word_embeddings", config.tie_word_embeddings)
     values.setdefault("initializer_range", config.initializer_range)
-    _check_positions(values, max_tokens)
     return values
 
 
-def _check_positions(values: dict[str, Any], max_tokens: int) -> None:
-    if values.get("max_position_embeddings", max_tokens) < max_tokens:
+def _read_sizes(path: Path) -> dict[str, Any]:
+    values = read_json(path) if path.is_file() else None
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            "model_config_missing",
+            f"{path} {'holds no config' if path.is_file() else 'is no file'}.",
+            "Name a Hugging Face config.json.",
+        )
+    return values
+
+
+def _build(values: dict[str, Any], where: str, max_tokens: int, backend: HardwareBackend) -> tuple[Decoder, ModelSpec]:
+    """The uninitialised model, after a look at its positions: a config that does not say how many has its model's default."""
+    spec = model_spec(values, where)
+    positions = spec.read_config(values).max_position_embeddings
+    if positions < max_tokens:
         raise CheckpointError(
             "positions_too_few",
-            f"The config holds {values['max_position_embeddings']} positions, prompts need {max_tokens}.",
+            f"{where} holds {positions} positions, prompts need {max_tokens}.",
             "Raise max_position_embeddings, or lower prompt.max_items.",
         )
+    return build_model(spec, values, backend), spec
 
 
 def _extended(
@@ -90,12 +103,9 @@ def _extended(
             f"The prepared tokenizer has {num_vocab} tokens, {source} has {first_new} already.",
             f"Prepare the data with --tokenizer {source}.",
         )
-    _check_positions(read_config(source), max_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "extended"
         extend_checkpoint(source, folder, num_vocab, seed=config.seed, first_new=first_new)
-        values = read_config(folder)
-        spec = model_spec(values, str(source / "config.json"))
-        model = build_model(spec, values, backend)
+        model, spec = _build(read_config(folder), str(source / "config.json"), max_tokens, backend)
         load_weights(model, spec, folder)
     return model.train(), spec
