@@ -16,7 +16,7 @@ from small_shop import read_log
 
 from polyrec.core.config import make_settings
 from polyrec.core.errors import ConfigError, PolyrecError, TrainingError
-from polyrec.core.files import read_json
+from polyrec.core.files import read_json, write_json
 from polyrec.data.histories import known_before
 from polyrec.engine.recommender import Recommender
 from polyrec.models.checkpoint import hf_views, load_model
@@ -158,6 +158,67 @@ def test_a_deleted_model_is_written_again(data, backend, recipe, tmp_path):
     (tmp_path / "out" / "model.safetensors").unlink()
     run.train(data, tmp_path / "out", config, backend)
     expect_equal(weights_of(tmp_path / "out"), before)
+
+
+WRITERS = ("save_tokenizer", "Catalog", "shutil", "write_facts", "save_model", "write_json")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("over_another", [False, True])
+def test_a_model_folder_written_by_half_does_not_load(
+    data, backend, recipe, tmp_path, monkeypatch, writer, over_another
+):
+    """Killed before any of its files: no weights without what says how to read them, none beside another run's facts."""
+    out, config = tmp_path / "out", recipe(steps=2, prompt={"max_items": 6, "basket_token": False})
+    if over_another:
+        run.train(data, out, recipe(steps=1), backend)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    write_model = run._write_model
+
+    def write_until_killed(*given):
+        owner, name = (shutil, "copyfile") if writer == "shutil" else (run, writer)
+        patch.setattr(owner, name, killed)
+        write_model(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_write_model", write_until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(data, out, config, backend, force=over_another)
+    assert not run.is_finished(data, out, config)
+    if writer == "write_json":  # the mark of a finished run: by then all is there
+        assert Recommender.from_pretrained(out, backend=backend)._prompts.config == config.prompt
+    else:
+        with pytest.raises(PolyrecError):
+            Recommender.from_pretrained(out, backend=backend)
+    run.train(data, out, config, backend)
+    run.train(data, tmp_path / "quiet", config, backend)
+    expect_equal(weights_of(out), weights_of(tmp_path / "quiet"))
+
+
+@pytest.mark.parametrize("settings", [{"prompt": {"max_items": 200}}, {"patience": 1, "eval_every": 1}])
+def test_a_refused_recipe_does_not_claim_the_folder(data, backend, recipe, tmp_path, monkeypatch, settings):
+    with monkeypatch.context() as patch:
+        patch.setattr(Validator, "__len__", lambda self: 0)
+        with pytest.raises(PolyrecError):
+            run.train(data, tmp_path / "out", recipe(**settings), backend)
+    assert not (tmp_path / "out").exists()
+    run.train(data, tmp_path / "out", recipe(steps=1), backend)
+
+
+def test_a_config_file_that_changed_makes_another_run(data, backend, recipe, sizes_file, tmp_path):
+    mine = tmp_path / "config.json"
+    shutil.copyfile(sizes_file, mine)
+    config = recipe(steps=1, model_config_file=str(mine))
+    run.train(data, tmp_path / "out", config, backend)
+    assert run.is_finished(data, tmp_path / "out", config)
+    write_json(mine, read_json(mine) | {"hidden_size": 24})
+    assert not run.is_finished(data, tmp_path / "out", config)
+    with pytest.raises(ConfigError) as error:
+        run.train(data, tmp_path / "out", config, backend)
+    assert error.value.code == "out_has_another_run"
 
 
 def test_a_run_killed_before_its_first_file_starts_again(data, backend, recipe, tmp_path):

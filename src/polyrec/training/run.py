@@ -21,7 +21,7 @@ import yaml
 
 from .. import __version__
 from ..core.errors import ConfigError, TrainingError
-from ..core.files import atomic_path, read_json, value_digest, write_json
+from ..core.files import atomic_path, file_digest, read_json, value_digest, write_json
 from ..data.histories import known_before
 from ..data.loader import ExampleLoader
 from ..data.prompt import PromptBuilder
@@ -78,7 +78,10 @@ def plan(data: PreparedData, config: TrainConfig, backend: HardwareBackend) -> d
 def run_digest(data: PreparedData, config: TrainConfig) -> str:
     """The same digest, the same model: data and recipe, without what only changes how often one looks."""
     recipe = config.model_dump(exclude={"checkpoint_every", "keep_checkpoints"})
-    return value_digest({"data": data.digest, "recipe": recipe})
+    inputs = {}  # a file that the recipe only names may change under its name
+    if config.model_config_file and Path(config.model_config_file).is_file():
+        inputs["model_config_file"] = file_digest(config.model_config_file)
+    return value_digest({"data": data.digest, "recipe": recipe, **inputs})
 
 
 def is_finished(data: PreparedData, out: str | Path, config: TrainConfig) -> bool:
@@ -105,7 +108,6 @@ def train(
         shutil.rmtree(out / RUN)
     if is_finished(data, out, config):
         return out
-    _write_provenance(data, out, config)
     run = _Run(data, config, backend)
     best = run.resume(out / RUN)
     validator = Validator(run.trainer.result, data, config, backend)
@@ -115,6 +117,7 @@ def train(
             "Early stopping needs validation users with a history and a target, and there are none.",
             "Set patience to 0, or prepare the data with another --split.",
         )
+    _write_provenance(data, out, config)  # late: a recipe that is refused must not claim the folder
     progress = run.trainer.progress
     events.on_start(progress.step, config.steps)
     with _Log(out / RUN, progress.step) as log:
@@ -233,9 +236,13 @@ def _write_provenance(data: PreparedData, out: Path, config: TrainConfig) -> Non
 
 
 def _write_model(run: _Run, out: Path, config: TrainConfig) -> None:
-    """The plain Hugging Face folder, polyrec.json and the catalog; the mark of a finished run comes last."""
-    data, spec = run.data, run.spec
-    save_model(run.trainer.result, spec, out)
+    """The plain Hugging Face folder, polyrec.json and the catalog; the mark of a finished run comes last.
+
+    The weights come after all that says how to read them, and older weights go first: a folder written by half does not
+    load, where weights beside another run's polyrec.json, or beside none, would load and answer wrongly.
+    """
+    data = run.data
+    (out / WEIGHTS).unlink(missing_ok=True)
     save_tokenizer(data.tokenizer, out, config.init_from)
     counts = np.bincount(run.known.items, minlength=len(data.catalog))
     Catalog(data.catalog.item_ids, data.catalog.codes, data.catalog.names, counts).save(out / CATALOG)
@@ -250,6 +257,7 @@ def _write_model(run: _Run, out: Path, config: TrainConfig) -> None:
         data.facts["fingerprint"],
         {"recipe_digest": digest, "steps": progress.step, "polyrec": __version__},
     )
+    save_model(run.trainer.result, run.spec, out)
     best = None if progress.best < 0 else {"step": progress.best_step, "ndcg@10": progress.best}
     write_json(
         out / RUN / FINISHED,
