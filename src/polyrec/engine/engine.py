@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ..core.config import Settings
 from ..core.errors import CheckpointError
@@ -85,13 +86,20 @@ class Engine:
         results: dict[int, SearchResult] = {}
         for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
             self.submit(requests[index], lambda result, index=index: results.__setitem__(index, result))  # type: ignore[misc]
-        while served := self.step():
-            if on_progress:
-                on_progress(served)
+        try:
+            while served := self.step():
+                if on_progress:
+                    on_progress(served)
+        finally:  # after a fault or Ctrl-C the next caller must not serve what nobody waits for
+            self.forget_waiting()
         return [results[index] for index in range(len(requests))]
 
+    def forget_waiting(self) -> None:
+        """Drops the requests that wait; their `done` is never called."""
+        self._waiting.clear()
+
     def _next_batch(self) -> list[Waiting]:
-        queue = list(self._waiting)[: self.config.limits.max_requests]
+        queue = list(islice(self._waiting, self.config.limits.max_requests))
         size = plan_batch(
             [len(waiting.request.prompt) for waiting in queue],
             [waiting.request.beam_width for waiting in queue],

@@ -107,8 +107,11 @@ class EngineLoop:
             for prepared, future in waiting:
                 self._stats["prompt_tokens"] += len(prepared.search.prompt)
                 self.recommender.engine.submit(prepared.search, self._answer(prepared, future))
-            while self.recommender.engine.step():
-                self._stats["batches"] += 1
+            try:
+                while self.recommender.engine.step():
+                    self._stats["batches"] += 1
+            finally:  # a failed step's neighbours are told that it failed; whoever uses the engine next must not find them
+                self.recommender.engine.forget_waiting()
 
     @staticmethod
     def _fail_unanswered(futures: Iterable[Future[Recommendation]]) -> None:

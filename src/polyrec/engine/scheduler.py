@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import Field
+
 from ..core.config import Settings
 
 
@@ -13,9 +15,9 @@ class BatchLimits(Settings):
     max_requests; max_tokens: prompt tokens; max_beams: requests times the widest beam.
     """
 
-    max_requests: int = 64
-    max_tokens: int = 16_384
-    max_beams: int = 8_192
+    max_requests: int = Field(64, ge=1)
+    max_tokens: int = Field(16_384, ge=1)
+    max_beams: int = Field(8_192, ge=1)
 
 
 def plan_batch(lengths: Sequence[int], widths: Sequence[int], limits: BatchLimits) -> int:
