@@ -250,12 +250,13 @@ def test_documented_metrics_are_the_real_ones(client: httpx.Client) -> None:
 
 
 def test_documented_error_codes_are_those_of_the_code() -> None:
-    sources = "\n".join(
-        path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "src/polyrec/server").glob("*.py")
-    )
+    package = Path(__file__).parents[2] / "src/polyrec"
+    files = [*(package / "server").glob("*.py"), package / "engine" / "loop.py"]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
     raised = set(re.findall(r'RequestError\(\s*"(\w+)"', sources)) | set(re.findall(r'"\w+": \("(\w+)",', sources))
     documented = set(re.findall(r"^\| `(\w+)` \| \d{3}", DOC.read_text(encoding="utf-8"), re.MULTILINE))
     assert len(raised) > 20
+    assert {"queue_full", "engine_failed"} <= raised
     assert raised <= documented
 
 
