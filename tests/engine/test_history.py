@@ -44,6 +44,29 @@ def test_nothing_known_gives_no_rows(history):
     assert len(parse(history).rows) == len(parse(history).baskets) == 0
 
 
+@pytest.mark.parametrize(
+    ("history", "code", "told"),
+    [
+        ("ab", "list_expected", "history is 'ab'"),  # not the items a and b
+        (b"ab", "list_expected", "history is"),
+        (None, "list_expected", "history is None"),
+        ([1, "a"], "list_expected", r"history\[0\] is 1"),
+        (["a", None], "list_expected", r"history\[1\] is None"),
+        (["a", [17]], "item_type", r"history\[1\] holds 17"),
+        ([["a", ["b"]]], "item_type", r"history\[0\] holds \['b'\]"),
+    ],
+)
+def test_histories_of_other_things_are_refused(history, code, told):
+    with pytest.raises(RequestError, match=told) as caught:
+        parse(history)
+    assert caught.value.code == code
+
+
+def test_any_collection_is_a_history():
+    for history in (("a", ("b",)), np.array(["a", "b"]), iter(["a", "b"])):
+        assert parse(history).rows.tolist() == [0, 1]
+
+
 def test_unknown_entries_can_be_refused():
     with pytest.raises(RequestError, match="2 items of the history") as caught:
         parse(["a", "x", ["y"]], unknown="error")

@@ -12,11 +12,12 @@ import torch
 import transformers
 from reference import beam_search
 
-from polyrec.core.errors import RequestError
+from polyrec.core.errors import CheckpointError, RequestError
 from polyrec.core.request import RecommendRequest
 from polyrec.data.histories import EvalSet
 from polyrec.data.prompt import PromptConfig
 from polyrec.engine.engine import EngineConfig
+from polyrec.engine.folder import read_folder
 from polyrec.engine.recommender import Recommender
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.testing.tiny import write_tiny_model
@@ -169,6 +170,23 @@ def test_unknown_filter_items_are_refused(recommender, field, unknown):
     assert caught.value.code == "unknown_items"
 
 
+def test_sids_may_stand_for_ids_in_filters(recommender):
+    best = recommender.recommend(HISTORY, n=4)
+    sids = [item.sid for item in best.items]
+    for exclude, allow in [(sids[:2], None), ((), sids), (sids[1:2], sids[:3])]:
+        by_id = [[best.item_ids[sids.index(sid)] for sid in given or ()] for given in (exclude, allow)]
+        expected = recommender.recommend(HISTORY, n=4, exclude=by_id[0], allow=None if allow is None else by_id[1])
+        assert recommender.recommend(HISTORY, n=4, exclude=exclude, allow=allow) == expected
+
+
+@pytest.mark.parametrize("field", ["exclude", "allow"])
+@pytest.mark.parametrize(("value", "code"), [("item-3", "list_expected"), (3, "list_expected"), ([3], "item_type")])
+def test_filters_of_other_things_are_refused(recommender, field, value, code):
+    with pytest.raises(RequestError, match=field) as caught:
+        recommender.recommend(HISTORY, **{field: value})
+    assert caught.value.code == code
+
+
 @pytest.mark.parametrize("history", [[], [[]], ["nowhere", ["nothing"]]])
 def test_a_cold_history_gets_popularity(recommender, history):
     counts = recommender.catalog.counts
@@ -227,6 +245,20 @@ def test_async_callers_get_their_own_answers(recommender):
         return await asyncio.gather(*(recommender.recommend_async(request) for request in requests))
 
     assert asyncio.run(ask()) == [recommender.recommend_batch([request])[0] for request in requests]
+
+
+def test_histories_longer_than_the_positions_are_refused_at_loading(folder, recommender):
+    """Where the longest prompt just fits and where it lacks one."""
+    contents, model = read_folder(folder), copy.deepcopy(recommender._model)
+    longest = recommender._prompts.max_tokens
+    for positions, fits in [(longest + 3, True), (longest + 2, False)]:
+        model.config = model.config.model_copy(update={"max_position_embeddings": positions})
+        if fits:
+            Recommender(model, contents, recommender._backend)
+            continue
+        with pytest.raises(CheckpointError, match=f"{longest} tokens") as caught:
+            Recommender(model, contents, recommender._backend)
+        assert caught.value.code == "positions_too_few"
 
 
 def test_ready_prompts(recommender):

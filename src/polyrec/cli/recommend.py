@@ -195,7 +195,7 @@ def _load(model: Path, batch_size: int, score_rule: ScoreRule, platform: str) ->
 def _warn_unknown_filters(recommender: Recommender, template: RecommendRequest) -> None:
     """Filter ids that the catalog does not know change nothing, which is seldom meant."""
     for flag, ids in (("--exclude", template.exclude), ("--allow", template.allow or ())):
-        missing = [item for item in ids if recommender.catalog.row(item) is None]
+        missing = [item for item in ids if recommender.row_of(item) is None]
         if missing:
             _console().print(
                 f"warning: {len(missing):,} of {len(ids):,} items in {flag} are not in the catalog, "

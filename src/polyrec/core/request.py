@@ -17,7 +17,8 @@ class RecommendRequest:
 
     history: oldest first; an entry is an item id or a SID (`<s_a_1><s_b_2>…`), or a list of them: one basket, unordered.
     n: how many items come back; beam_width: how many prefixes live (default n; at least n).
-    exclude: items never returned; allow: only these may be returned; exclude_seen: the history's items are not returned.
+    exclude: items (ids or SIDs) never returned; allow: only these may be returned; exclude_seen: the history's items are
+    not returned.
     unknown: unknown history items are dropped and reported, or an error.
     cold: a history without any known item gets the most popular items, flagged, or an error.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +28,8 @@ def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout
     rows: list[int] = []
     baskets: list[int] = []
     unknown: list[str] = []
-    for basket, entry in enumerate(request.history):
-        for item in [entry] if isinstance(entry, str) else entry:
+    for basket, entry in enumerate(_members(request.history, "history")):
+        for item in item_list([entry] if isinstance(entry, str) else entry, f"history[{basket}]"):
             row = row_of(item, catalog, layout)
             if row is None:
                 unknown.append(item)
@@ -41,6 +43,26 @@ def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout
             "Send ids of the catalog, or let unknown be 'drop'.",
         )
     return ParsedHistory(np.array(rows, np.int64), np.array(baskets, np.int64), tuple(unknown))
+
+
+def item_list(value: object, where: str) -> list[str]:
+    """A list of item ids or SIDs; ids that are no text (and so in no catalog) are a RequestError."""
+    items = _members(value, where)
+    for item in items:
+        if not isinstance(item, str):
+            raise RequestError(
+                "item_type", f"{where} holds {item!r}, which is no text.", "Send ids as text: '17', not 17."
+            )
+    return items
+
+
+def _members(value: object, where: str) -> list[Any]:
+    """The members of a list; a text would come apart into letters that the catalog does not know."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise RequestError(
+            "list_expected", f"{where} is {value!r}, which is no list of items.", "Send a list: ['a', 'b']."
+        )
+    return list(value)
 
 
 def row_of(item: str, catalog: Catalog, layout: SidLayout) -> int | None:
