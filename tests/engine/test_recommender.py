@@ -238,6 +238,16 @@ def test_a_batch_equals_single_requests(folder, recommender):
         )
 
 
+def test_code_spaces_too_large_to_search_have_no_invalid_rate(folder, recommender, monkeypatch):
+    """As the codebooks of large catalogs make them; whatever else `polyrec evaluate` measures does not depend on it."""
+    rows = np.array([3], np.int32)
+    asked = EvalSet(np.arange(1), np.arange(2), rows, rows * 0, np.arange(2), rows, NUM_ITEMS, "basket")
+    sizes = recommender.layout.codebook_sizes
+    for limit, measured in [(np.prod(sizes), True), (np.prod(sizes) - 1, False)]:
+        monkeypatch.setattr("polyrec.engine.recommender.MAX_COMPLETE_LEAVES", limit)
+        assert (recommender.unconstrained_invalid_rate(asked, 2) is not None) == measured
+
+
 def test_async_callers_get_their_own_answers(recommender):
     requests = list(random_requests(12, seed=1))
 

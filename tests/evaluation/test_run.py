@@ -46,6 +46,19 @@ def test_oracle_beside_the_baselines(make_histories, tmp_path, kind, names):
     assert [table.row_count for table in result.to_tables()] == [1 + len(names)] * 2
 
 
+def test_a_rate_that_cannot_be_measured_is_left_out(make_histories, tmp_path):
+    """Not counted from the constrained ranking instead, where it would be 0."""
+    result = evaluate(
+        {"oracle": oracle}, make_histories(9, "basket", 60), ks=(2, 4), samples=50,
+        invalid_rates={"oracle": lambda asked, k: None},
+    )  # fmt: skip
+    for found in result.protocols.values():
+        assert not any("Invalid" in rate for rate in found.methods["oracle"].rates)
+        assert "Invalid@4" in found.methods["popularity"].rates
+    assert EvaluationResult.load(result.save(tmp_path)[0]) == result
+    assert len(result.to_tables()) == 2
+
+
 def test_max_users_is_a_seeded_draw(make_histories):
     asked_users = []
 

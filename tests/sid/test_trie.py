@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from polyrec.core.errors import CatalogError
-from polyrec.sid.trie import build_trie, dead_nodes, leaves_of_rows, live_nodes
+from polyrec.sid.trie import build_trie, complete_trie, dead_nodes, leaves_of_rows, live_nodes
 
 
 def random_codes(rng: np.random.Generator) -> np.ndarray:
@@ -79,3 +79,18 @@ def test_what_is_no_catalog_is_refused(codes, code):
     with pytest.raises(CatalogError) as caught:
         build_trie(codes)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (4, 1, 3), (2, 2, 2, 2)])
+def test_the_complete_tree_is_the_tree_of_all_codes(sizes):
+    found, expected = complete_trie(sizes), build_trie(np.array(list(np.ndindex(*sizes))))
+    for name in ("first_child", "code", "parent", "level_starts", "rows", "max_fanout"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+
+
+@pytest.mark.parametrize("sizes", [(512,) * 3, (8192,) * 3, (8192,) * 5, (2**16,) * 4])
+def test_a_complete_tree_that_memory_cannot_hold_is_refused(sizes):
+    """Also where the number of leaves wraps around in 64 bits, to 0 or below."""
+    with pytest.raises(CatalogError, match=f"{np.prod(np.array(sizes, object)):,}") as caught:
+        complete_trie(sizes)
+    assert caught.value.code == "code_space_too_large"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..data.prompt import PromptBuilder
 from ..hardware import HardwareBackend, get_hardware_backend
 from ..models.checkpoint import load_model
 from ..models.spec import Decoder
-from ..sid.trie import build_trie, complete_trie, leaves_of_rows
+from ..sid.trie import MAX_COMPLETE_LEAVES, build_trie, complete_trie, leaves_of_rows
 from .batching import SearchRequest, SearchResult
 from .engine import Engine, EngineConfig
 from .folder import ModelFolder, read_folder
@@ -197,8 +198,13 @@ class Recommender:
 
     def unconstrained_invalid_rate(
         self, eval_set: EvalSet, k: int, beam_width: int | None = None, progress: Progress | None = None
-    ) -> float:
-        """Share of the k best SIDs that name no item when the beams are free of the catalog: what the trie saves."""
+    ) -> float | None:
+        """Share of the k best SIDs that name no item when the beams are free of the catalog: what the trie saves.
+
+        None where the codebooks allow too many SIDs to search them all (catalogs from about 180,000 items on).
+        """
+        if math.prod(self.layout.codebook_sizes) > MAX_COMPLETE_LEAVES:
+            return None
         trie = complete_trie(self.layout.codebook_sizes)
         engine = Engine(self._model, self.layout, trie, self._backend, self._config)
         searches = []

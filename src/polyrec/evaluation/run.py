@@ -30,7 +30,8 @@ from .result import EvaluationResult, MethodResult, ProtocolResult
 
 ProtocolName = Literal["new", "all"]
 Ranker = Callable[[EvalSet, int, bool], np.ndarray]  # (eval set, k, mask_seen) -> int [N, k] catalog rows, −1 = nothing
-InvalidRate = Callable[[EvalSet, int], float]  # (eval set, k) -> share of unconstrained beams that name no item
+# (eval set, k) -> share of unconstrained beams that name no item; None: it cannot be measured
+InvalidRate = Callable[[EvalSet, int], float | None]
 FitOn = Literal["before-stage", "fit-split"]
 
 BEAM_WIDTH = (
@@ -86,7 +87,7 @@ def evaluate(
             ranked[name] = _rank_all(f"{name}, {protocol}", rank, asked, max(ks), protocol == "new", progress)
             seconds[name] = time.perf_counter() - started
         some = draw_users(asked, _INVALID_USERS, seed)
-        unconstrained = {name: float(rate(some, max(ks))) for name, rate in (invalid_rates or {}).items()}
+        unconstrained = {name: rate(some, max(ks)) for name, rate in (invalid_rates or {}).items()}
         results[protocol] = measure_rankings(ranked, asked, ks, counts, unconstrained, seconds, samples, seed)
     return EvaluationResult(
         stage=stage,
@@ -104,7 +105,7 @@ def measure_rankings(
     asked: EvalSet,
     ks: tuple[int, ...],
     counts: np.ndarray,
-    unconstrained: Mapping[str, float],
+    unconstrained: Mapping[str, float | None],
     seconds: Mapping[str, float],
     samples: int,
     seed: int,
@@ -130,8 +131,8 @@ def measure_rankings(
             if method not in unconstrained:
                 rates[f"Invalid@{k}"] = invalid_rate(ranking, k)
             rates[f"Duplicate@{k}"] = duplicate_rate(ranking, k)
-        if method in unconstrained:
-            rates[f"Invalid@{max(ks)}"] = unconstrained[method]
+        if (free := unconstrained.get(method)) is not None:
+            rates[f"Invalid@{max(ks)}"] = free
         methods[method] = MethodResult(metrics=measured[method], rates=rates, seconds=seconds[method])
     return ProtocolResult(num_users=len(asked), methods=methods, compared=first, differences=differences)
 

@@ -6,11 +6,14 @@ ids, leaf k of the last level is the k-th SID in order, and "lower node id" is "
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..core.errors import CatalogError
+
+MAX_COMPLETE_LEAVES = 50_000_000  # of a tree of all code sequences: some 2 GB
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +86,16 @@ def build_trie(codes: np.ndarray) -> Trie:
     return Trie(first_child, code, parent, level_starts, order.astype(np.int64), max_fanout)
 
 
-def complete_trie(codebook_sizes: tuple[int, ...], max_leaves: int = 50_000_000) -> Trie:
-    """The tree of all code sequences, leaf k being the k-th in order: a search that no catalog constrains."""
-    counts = np.cumprod([1, *codebook_sizes])
-    if counts[-1] > max_leaves:
+def complete_trie(codebook_sizes: tuple[int, ...]) -> Trie:
+    """The tree of all code sequences, leaf k being the k-th in order: a search that no catalog constrains. Up to
+    MAX_COMPLETE_LEAVES of them."""
+    if (leaves := math.prod(codebook_sizes)) > MAX_COMPLETE_LEAVES:  # before numpy, whose product would wrap at 2^63
         raise CatalogError(
             "code_space_too_large",
-            f"Codebooks {list(codebook_sizes)} allow {int(counts[-1]):,} SIDs, more than {max_leaves:,}.",
+            f"Codebooks {list(codebook_sizes)} allow {leaves:,} SIDs, more than {MAX_COMPLETE_LEAVES:,}.",
             "Search within the catalog, or use smaller codebooks.",
         )
+    counts = np.cumprod([1, *codebook_sizes])
     level_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     fanout = np.repeat(np.array(codebook_sizes, np.int64), counts[:-1])
     code = np.concatenate([[-1], *(np.tile(np.arange(size), counts[lv]) for lv, size in enumerate(codebook_sizes))])
