@@ -208,6 +208,10 @@ def test_a_foreign_folder_is_left_alone_and_a_failure_leaves_nothing(files):
         ({"depth": 2, "codebook_sizes": [4, 4, 4]}, ConfigError, "codebook_sizes"),
         ({"codebook_sizes": [4, 0, 4]}, ConfigError, "codebook_sizes"),
         ({"codebook_sizes": [3, 3, 3]}, ConfigError, "codebook_sizes"),
+        ({"codebook_sizes": 64}, ConfigError, "config_invalid"),
+        ({"codebook_sizes": "64,64"}, ConfigError, "config_invalid"),
+        ({"codebook_sizes": []}, ConfigError, "config_invalid"),
+        ({"columns": "user"}, ConfigError, "config_invalid"),
         ({"vectors": "gone.npy"}, ConfigError, "vectors_missing"),
         ({"tokenizer": "gone"}, PolyrecError, "tokenizer_missing"),
     ],
@@ -281,6 +285,18 @@ def test_flags_win_over_the_config_file(files):
     assert config["columns"]["text"] == ["name"]
     bad = run_command("--out", files / "x", "--dataset", "online-retail", "--codebook-sizes", "many")
     assert isinstance(bad.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "setting", ["codebook_sizes: 64", "columns: user", "columns: [user]", "depth: [3]", "split: 3"]
+)
+@pytest.mark.parametrize("flags", [(), ("--user-column", "user", "--seed", "1")])
+def test_values_of_the_wrong_kind_in_the_config_file_are_told(files, setting, flags):
+    (files / "prepare.yaml").write_text(f"events: {files / 'events.csv'}\n{setting}\n")
+    result = run_command("--config", files / "prepare.yaml", "--out", files / "out", *flags)
+    assert isinstance(result.exception, ConfigError)
+    assert setting.partition(":")[0] in result.exception.message
+    assert "prepare.yaml" in result.exception.message
 
 
 def test_online_retail_is_prepared_from_the_bundled_data(tmp_path):

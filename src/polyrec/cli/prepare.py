@@ -112,8 +112,10 @@ def prepare(
     }
     values = read_config_file(config) if config else {}
     _override(values, flags)
-    if chosen := {key: value for key, value in columns.items() if value is not None}:
-        values["columns"] = {**(values.get("columns") or {}), **chosen}
+    chosen = {key: value for key, value in columns.items() if value is not None}
+    in_file = values.get("columns") or {}
+    if chosen and isinstance(in_file, dict):  # else the file's value names no columns, which is told below
+        values["columns"] = {**in_file, **chosen}
     settings = make_settings(PrepareConfig, values, where=str(config) if config else "prepare")
 
     check_out(out)  # before the data are read: a wrong folder should not cost a minute

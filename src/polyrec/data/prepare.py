@@ -80,7 +80,7 @@ class PrepareConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _depth_of_sizes(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("codebook_sizes") is not None:
+        if isinstance(values, dict) and isinstance(values.get("codebook_sizes"), list | tuple):
             values = {"depth": len(values["codebook_sizes"])} | values
         return values
 
