@@ -94,13 +94,15 @@ def test_a_process_has_one_backend():
         from polyrec.hardware import HardwareConfig, get_hardware_backend
         first = get_hardware_backend(HardwareConfig(platform="cpu"))
         same = get_hardware_backend(HardwareConfig(platform="cpu")) is first
+        unasked = get_hardware_backend() is first
         try:
             get_hardware_backend(HardwareConfig(platform="elsewhere"))
         except HardwareError as error:
-            print(json.dumps({"same": same, "code": error.code, "text": str(error)}))
+            print(json.dumps({"same": same, "unasked": unasked, "code": error.code, "text": str(error)}))
         """
     )
     assert found["same"]
+    assert found["unasked"], "whoever asks for no platform takes the one that is there"
     assert found["code"] == "hardware_chosen_already"
     assert "cpu" in found["text"]
     assert "elsewhere" in found["text"]

@@ -33,17 +33,20 @@ def platform_names() -> list[str]:
 
 
 def get_hardware_backend(config: HardwareConfig | None = None) -> HardwareBackend:
-    """Builds the chosen platform once per process and returns the same object after; a different config is an error."""
-    config = config or HardwareConfig()
+    """Builds the chosen platform once per process and returns the same object after; a different config is an error.
+
+    config None: what was chosen before, else auto.
+    """
     if _chosen:
         earlier, backend = _chosen[0]
-        if earlier != config:
+        if config is not None and earlier != config:
             raise HardwareError(
                 "hardware_chosen_already",
                 f"This process already runs on {earlier}, and cannot change to {config}.",
                 "Start another process for another platform.",
             )
         return backend
+    config = config or HardwareConfig()
     # The CPU is the one platform so far; with others, auto asks their probes first.
     name = "cpu" if config.platform == "auto" else config.platform
     cls = _PLATFORMS.load(name)
