@@ -296,6 +296,8 @@ def _reset_dead_codes(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
         codes, errors = nearest(points, centroids)
         counts = np.bincount(codes, minlength=len(centroids))
         dead = np.flatnonzero(counts == 0)
+        if len(dead) == 0:  # before the sort of all points below, 5 s for a million of 128 dimensions
+            break
         worst = np.argsort(-errors, kind="stable")
         worst = worst[errors[worst] > 1e-6]  # a point that lies on its centroid needs no other
         _, first = np.unique(points[worst], axis=0, return_index=True)  # equal points could not all use the codes
