@@ -125,6 +125,19 @@ def test_a_weight_of_another_shape_names_both(tmp_path):
     assert error.value.code == "weight_shape"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused(tmp_path, value, dtype):
+    theirs(tmp_path)
+    weights = {name: weight.to(dtype) for name, weight in load_file(tmp_path / "model.safetensors").items()}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name][3, 5] = value
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=name) as error:
+        checkpoint.load_model(tmp_path, BACKEND)
+    assert error.value.code == "weights_not_finite"
+
+
 def test_no_config(tmp_path):
     theirs(tmp_path)
     (tmp_path / "config.json").unlink()

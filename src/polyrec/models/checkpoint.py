@@ -75,6 +75,12 @@ def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:
                     f"{folder}: {name} has shape {list(tensor.shape)}, config.json asks for {list(targets[name].shape)}.",
                     "Use the config.json that belongs to these weights.",
                 )
+            if not tensor.isfinite().all():  # such a model ranks nothing, and its answers would be empty without a word
+                raise CheckpointError(
+                    "weights_not_finite",
+                    f"{folder}: {name} has values that are NaN or infinite.",
+                    "Train again with a lower learning rate, or restore the file.",
+                )
             targets[name].copy_(tensor)
             missing.discard(name)
     if missing or unexpected:
