@@ -181,6 +181,15 @@ def test_a_tokenizer_that_was_not_extended_is_refused(source, data, extended, ba
     assert "--tokenizer" in error.value.remedy
 
 
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (64, 64, 64)])
+def test_a_new_tokenizer_is_no_extended_one_however_large(source, backend, tmp_path, sizes):
+    prepared = read_prepared(prepare_shop(tmp_path, codebook_sizes=sizes))
+    assert (num_tokens(prepared.tokenizer) > len(WORDS)) == (sizes[0] > 4)
+    with pytest.raises(CheckpointError) as error:
+        run.plan(prepared, TrainConfig(init_from=str(source), prompt={"max_items": 8}), backend)
+    assert error.value.code == "tokenizer_not_extended"
+
+
 def test_a_checkpoint_with_too_few_positions_is_refused(source, extended, backend, tmp_path):
     short = tmp_path / "short"
     shutil.copytree(source, short)

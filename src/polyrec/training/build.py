@@ -33,7 +33,7 @@ def start_model(
 ) -> tuple[Decoder, ModelSpec]:
     """num_vocab: tokens of the prepared tokenizer. max_tokens: longest prompt and SID, which the positions must hold."""
     if config.init_from:
-        return _extended(Path(config.init_from), config, num_vocab, max_tokens, backend)
+        return _extended(Path(config.init_from), config, num_vocab, layout, max_tokens, backend)
     values = _fresh_config(config, num_vocab, max_tokens)
     model, spec = _build(values, config.model_config_file or f"size '{config.size}'", max_tokens, backend)
     model.init_weights(torch.Generator().manual_seed(config.seed))
@@ -93,14 +93,15 @@ def _build(values: dict[str, Any], where: str, max_tokens: int, backend: Hardwar
 
 
 def _extended(
-    source: Path, config: TrainConfig, num_vocab: int, max_tokens: int, backend: HardwareBackend
+    source: Path, config: TrainConfig, num_vocab: int, layout: SidLayout, max_tokens: int, backend: HardwareBackend
 ) -> tuple[Decoder, ModelSpec]:
     """The source checkpoint with rows for the SID tokens that `prepare --tokenizer` appended to its tokenizer."""
     first_new = num_tokens(load_tokenizer(source))
-    if num_vocab <= first_new:
+    # A new tokenizer may well have more tokens than the source's; but then its SID tokens stand where the source has others.
+    if layout.level_starts[0] < first_new:
         raise CheckpointError(
             "tokenizer_not_extended",
-            f"The prepared tokenizer has {num_vocab} tokens, {source} has {first_new} already.",
+            f"The prepared tokenizer's SIDs start at token {layout.level_starts[0]}, {source} has {first_new} tokens already.",
             f"Prepare the data with --tokenizer {source}.",
         )
     with tempfile.TemporaryDirectory() as temporary:
