@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from polyrec import Recommender
 from polyrec.core.request import Recommendation, RecommendRequest
-from polyrec.engine.recommender import Recommender
 
 
 def show(title: str, answer: Recommendation) -> None:

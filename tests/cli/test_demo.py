@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from polyrec.core.errors import PolyrecError
 from polyrec.data import prepare
 from polyrec.data.columns import ColumnMap
 from polyrec.data.dataset import load_dataset
@@ -65,3 +66,21 @@ def test_a_run_stopped_while_evaluating_goes_on(shop, polyrec, demos, tmp_path, 
     again = polyrec("demo", "--out", tmp_path / "out", "--steps", 1)
     assert again.exit_code == 0
     assert again.output.count("is up to date") == 2
+
+
+def test_another_demo_in_the_same_folder_is_refused_before_anything_is_touched(demos, polyrec):
+    folder, *_, after = demos
+    for flags in (["--steps", 2, "--seed", 1], ["--steps", 3]):
+        with pytest.raises(PolyrecError) as caught:
+            polyrec("demo", "--out", folder, *flags)
+        assert caught.value.code == "out_has_another_demo"
+    assert {path: path.stat().st_mtime_ns for path in after} == after
+
+
+def test_a_place_that_is_taken_is_refused(polyrec, tmp_path):
+    (tmp_path / "letters.txt").write_text("mine")
+    for out, code in ((tmp_path, "out_occupied"), (tmp_path / "letters.txt" / "demo", "path_unusable")):
+        with pytest.raises(PolyrecError) as caught:
+            polyrec("demo", "--out", out)
+        assert caught.value.code == code
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]

@@ -38,7 +38,7 @@ def test_the_hit_rate_is_that_of_asking_for_each_user(result, shop):
     for _, user in events.group_by("customer_id", maintain_order=True):
         orders = [order["product_id"].to_list() for _, order in user.group_by("order_id", maintain_order=True)]
         if len(orders) > 1:
-            found = recommender.recommend(orders[:-1], n=10).item_ids
+            found = recommender.recommend(orders[:-1], n=10, beam_width=50).item_ids
             hits.append(bool(set(found) & set(orders[-1])))
     found = printed["protocols"]["all"]
     assert found["num_users"] == len(hits)
@@ -54,6 +54,17 @@ def test_a_table_on_the_terminal(polyrec, shop):
     assert "Polyrec" in polyrec("evaluate", *flags, "--model", shop / "model").stdout
 
 
+def test_a_tuned_baseline_is_the_best_of_its_grid_on_validation(polyrec, shop):
+    flags = ["--data", shop / "prepared", "--stage", "validation", "--samples", 20, "--json"]
+    usual, tuned = (json.loads(polyrec("evaluate", *flags, *more).stdout) for more in ([], ["--tune-baseline"]))
+
+    def ndcg(result, protocol):
+        return result["protocols"][protocol]["methods"]["basket itemKNN"]["metrics"]["NDCG@10"]["mean"]
+
+    assert ndcg(tuned, "new") >= ndcg(usual, "new")
+    assert tuned != usual
+
+
 def test_mistakes(polyrec, shop, tmp_path):
     other = tmp_path / "other"
     events = ["--events", shop / "events.csv", "--time-column", "ordered_at"]
@@ -62,6 +73,7 @@ def test_mistakes(polyrec, shop, tmp_path):
         (["--data", tmp_path / "absent"], "prepared_incomplete"),
         (["--data", shop / "prepared", "--ks", "ten"], "ks_invalid"),
         (["--data", shop / "prepared", "--model", tmp_path / "absent"], "model_folder_missing"),
+        (["--data", shop / "prepared", "--out", shop / "events.csv" / "report"], "path_unusable"),
         (["--data", other, "--model", shop / "model"], "catalog_mismatch"),
     ]:
         with pytest.raises(PolyrecError) as caught:

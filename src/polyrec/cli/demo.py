@@ -38,6 +38,7 @@ def demo(
     backend = get_hardware_backend(HardwareConfig(platform=hardware_platform))
     started = time.perf_counter()
     console = Console()
+    _claim(out, {"seed": seed, "steps": steps})
     prepared, model = out / "data", out / "model"
     console.rule("1 · UCI Online Retail → semantic IDs", align="left")
     _prepare(prepared, seed, console)
@@ -53,6 +54,27 @@ def demo(
     _show_result(result, out, console)
     console.print(f"Done in {time.perf_counter() - started:.0f} s. Serve it:\n")
     console.print(f"  polyrec serve {model}", style="bold", highlight=False, markup=False)
+
+
+def _claim(out: Path, settings: dict[str, int | None]) -> None:
+    """Says whose folder this is; a demo with other settings must not mix with it."""
+    from ..core.errors import ConfigError
+    from ..core.files import read_json, write_json
+
+    mark = out / "demo.json"
+    if mark.is_file():
+        if read_json(mark) != settings:
+            raise ConfigError(
+                "out_has_another_demo",
+                f"{out} holds a demo with {read_json(mark)}, this one has {settings}.",
+                "Name another folder with --out, or remove this one.",
+            )
+    elif out.is_dir() and any(out.iterdir()):
+        raise ConfigError(
+            "out_occupied", f"{out} exists and is not a demo's folder.", "Name a new or empty folder with --out."
+        )
+    else:
+        write_json(mark, settings)
 
 
 def _prepare(folder: Path, seed: int, console: Console) -> None:
@@ -110,7 +132,8 @@ def _evaluate(
     from ..evaluation.run import BEAM_WIDTH, evaluate
 
     mark = {"model": file_digest(model / "model.safetensors"), "seed": seed}
-    if (folder / "made_from.json").is_file() and read_json(folder / "made_from.json") == mark:
+    made = [folder / name for name in ("made_from.json", "evaluation.json", "evaluation.md", "evaluation.png")]
+    if all(path.is_file() for path in made) and read_json(made[0]) == mark:
         console.print(f"{folder} is up to date", highlight=False, markup=False)
         return EvaluationResult.load(folder / "evaluation.json")
     with progress_bar() as progress:

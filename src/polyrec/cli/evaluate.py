@@ -12,7 +12,10 @@ import typer
 from ..core.request import SCORE_HELP, ScoreRule
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ..data.histories import Histories
+    from ..evaluation.baselines import BasketKNNSettings
     from ..evaluation.run import InvalidRate, Ranker
 
 
@@ -31,13 +34,6 @@ class ProtocolChoice(str, Enum):
     both = "both"
 
 
-class Platform(str, Enum):
-    """Platforms the engine runs on."""
-
-    auto = "auto"
-    cpu = "cpu"
-
-
 def evaluate(
     data: Annotated[Path, typer.Option(help="A folder made by `polyrec prepare`.")],
     model: Annotated[Path | None, typer.Option(help="A model folder; without it, the baselines alone.")] = None,
@@ -54,22 +50,28 @@ def evaluate(
     fit_only: Annotated[
         bool, typer.Option("--fit-only", help="Baselines learn from fit events alone, without validation.")
     ] = False,
+    tune_baseline: Annotated[
+        bool, typer.Option("--tune-baseline", help="Choose basket itemKNN's constants on validation first (a minute).")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json, .md and .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
     samples: Annotated[int, typer.Option(min=2, help="Bootstrap draws behind the intervals.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of --max-users.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of --max-users.")] = 0,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
-    hardware_platform: Annotated[Platform, typer.Option(help="Where the engine runs.")] = Platform.auto,
+    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
 ) -> None:
     """Measure a model beside popularity and itemKNN: full ranking, with confidence intervals."""
     from rich.console import Console
 
     from ..core.console import progress_bar
+    from ..core.files import make_parent
     from ..data.interactions import load_histories
     from ..evaluation.run import BEAM_WIDTH, ProtocolName
     from ..evaluation.run import evaluate as run
 
     cuts = _cuts(ks)
+    if out:
+        make_parent(out / "evaluation.json")  # before the work: a wrong folder should not cost a minute
     protocols: tuple[ProtocolName, ...] = ("new", "all")
     if protocol is not ProtocolChoice.both:
         protocols = (protocol.value,)
@@ -78,9 +80,10 @@ def evaluate(
     invalid_rates: dict[str, InvalidRate] = {}
     if model:
         rankings, invalid_rates = _model_methods(
-            model, data, histories, beam_width or BEAM_WIDTH, score_rule, hardware_platform.value
+            model, data, histories, beam_width or BEAM_WIDTH, score_rule, hardware_platform
         )
     with progress_bar() as progress:
+        knn_settings = _tuned(histories, progress) if tune_baseline and histories.kind == "basket" else None
         result = run(
             rankings,
             histories,
@@ -89,6 +92,7 @@ def evaluate(
             protocols=protocols,
             max_users=max_users,
             fit_on="fit-split" if fit_only else "before-stage",
+            knn_settings=knn_settings,
             invalid_rates=invalid_rates,
             samples=samples,
             seed=seed,
@@ -104,6 +108,13 @@ def evaluate(
         console.print()
     for path in paths:
         console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _tuned(histories: Histories, progress: Progress) -> BasketKNNSettings:
+    from ..evaluation.tuning import tune
+
+    task = progress.add_task("tune basket itemKNN")
+    return tune(histories, on_step=lambda done, steps: progress.update(task, completed=done, total=steps))
 
 
 def _cuts(ks: str) -> tuple[int, ...]:

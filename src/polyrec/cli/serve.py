@@ -11,13 +11,6 @@ import typer
 from ..core.request import SCORE_HELP, ScoreRule
 
 
-class Platform(str, Enum):
-    """Platforms the engine runs on."""
-
-    auto = "auto"
-    cpu = "cpu"
-
-
 class LogLevel(str, Enum):
     """Log levels, most talkative first."""
 
@@ -41,7 +34,7 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds a request may take before it is answered 504.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
-    hardware_platform: Annotated[Platform, typer.Option(help="Where the engine runs.")] = Platform.auto,
+    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
 ) -> None:
     """Serve recommendations over HTTP.
@@ -63,7 +56,7 @@ def serve(
         "timeout": timeout,
         "log_level": log_level.value,
         "score_rule": score_rule,
-        "hardware_platform": hardware_platform.value,
+        "hardware_platform": hardware_platform,
         "num_threads": num_threads,
     }
     run_server(folder, make_settings(ServerSettings, values, where="polyrec serve"))

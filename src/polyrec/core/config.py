@@ -30,8 +30,10 @@ def make_settings(cls: type[S], values: dict[str, Any], where: str = "settings")
             name = ".".join(str(part) for part in fault["loc"])
             if fault["type"] == "extra_forbidden":
                 faults.append(f"unknown key '{name}' ({closest(str(fault['loc'][-1]), _keys(cls, fault['loc'][:-1]))})")
+            elif not name:  # a rule over several settings: its message names them
+                faults.append(fault["msg"].removeprefix("Value error, "))
             else:
-                faults.append(f"'{name}': {fault['msg']}, got {fault.get('input')!r}")
+                faults.append(f"'{name}': {fault['msg'].removeprefix('Value error, ')}, got {fault.get('input')!r}")
         raise ConfigError("config_invalid", f"{where}: " + "; ".join(faults) + ".", "Correct these keys.") from error
 
 

@@ -19,7 +19,7 @@ from .errors import ConfigError
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path with the same suffix; on success it becomes `path`, on any error nothing is left."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -35,7 +35,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder; on success it replaces `path` (an existing folder goes), on any error nothing is left."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(path)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         yield temporary
@@ -50,6 +50,18 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
+
+
+def make_parent(path: Path) -> None:
+    """Makes the folder that `path` shall stand in; a file in the way, or a folder in the place of a file, is a ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(
+            "path_unusable",
+            f"{path} cannot be written: {error.strerror} ({error.filename}).",
+            "Name another path; a file cannot hold others.",
+        ) from error
 
 
 def write_json(path: str | Path, value: Any) -> None:

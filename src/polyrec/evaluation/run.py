@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from ..core.errors import DataError
 from ..data.histories import EvalSet, Histories, Kind, Stage, eval_set, known_before
-from .baselines import Baseline, BasketItemKNN, Popularity, SequenceItemKNN, item_counts
+from .baselines import Baseline, BasketItemKNN, BasketKNNSettings, Popularity, SequenceItemKNN, item_counts
 from .metrics import (
     Interval,
     bootstrap_intervals,
@@ -41,14 +41,19 @@ _INVALID_USERS = 1000  # enough for a rate to ±.01 at 10 places each
 _BLOCK = 512  # users ranked per call: how often the progress bar moves
 
 
-def baseline_rankings(histories: Histories, stage: Stage, fit_on: FitOn = "before-stage") -> dict[str, Ranker]:
+def baseline_rankings(
+    histories: Histories,
+    stage: Stage,
+    fit_on: FitOn = "before-stage",
+    knn_settings: BasketKNNSettings | None = None,
+) -> dict[str, Ranker]:
     """Popularity and the itemKNN of the data's kind, fitted.
 
     fit_on: everything before the stage (validation included when testing), or the fit events alone, as leave-one-out
     papers do.
     """
     known = known_before(histories, stage if fit_on == "before-stage" else "validation")
-    return {name: baseline.fit(known).rank for name, baseline in _baselines(histories.kind).items()}
+    return {name: baseline.fit(known).rank for name, baseline in _baselines(histories.kind, knn_settings).items()}
 
 
 def evaluate(
@@ -61,6 +66,7 @@ def evaluate(
     max_users: int | None = None,
     baselines: bool = True,
     fit_on: FitOn = "before-stage",
+    knn_settings: BasketKNNSettings | None = None,
     invalid_rates: Mapping[str, InvalidRate] | None = None,
     samples: int = 1000,
     seed: int = 0,
@@ -68,6 +74,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Ranks with every method and measures it; the methods of `rankings` first, the baselines after them.
 
+    knn_settings: constants of basket itemKNN, from `tuning.tune`; by default those of the bundled data.
     max_users: a seeded draw of that many users per protocol. invalid_rates: for methods whose constrained ranking
     cannot be invalid, the rate of their unconstrained beams at the largest k (on at most 1,000 users), by method name;
     others are counted from their rankings.
@@ -76,7 +83,7 @@ def evaluate(
     ks = tuple(sorted(set(ks)))
     methods: dict[str, Ranker] = dict(rankings)
     if baselines:
-        methods.update(baseline_rankings(histories, stage, fit_on))
+        methods.update(baseline_rankings(histories, stage, fit_on, knn_settings))
     counts = item_counts(known_before(histories, stage))
     results: dict[str, ProtocolResult] = {}
     for protocol in protocols:
@@ -145,9 +152,9 @@ def draw_users(asked: EvalSet, max_users: int | None, seed: int) -> EvalSet:
     return take_users(asked, np.sort(drawn))
 
 
-def _baselines(kind: Kind) -> dict[str, Baseline]:
+def _baselines(kind: Kind, knn_settings: BasketKNNSettings | None) -> dict[str, Baseline]:
     if kind == "basket":
-        return {"popularity": Popularity(), "basket itemKNN": BasketItemKNN()}
+        return {"popularity": Popularity(), "basket itemKNN": BasketItemKNN(knn_settings or BasketKNNSettings())}
     return {"popularity": Popularity(), "itemKNN A": SequenceItemKNN("A"), "itemKNN B": SequenceItemKNN("B")}
 
 

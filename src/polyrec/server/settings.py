@@ -33,7 +33,7 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     log_level: LogLevel = "info"
     score_rule: ScoreRule = "level"
-    hardware_platform: Literal["auto", "cpu"] = "auto"
+    hardware_platform: str = "auto"
     num_threads: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

@@ -43,6 +43,12 @@ def read_prepared(path: str | Path) -> PreparedData:
         raise DataError(
             "not_prepared", f"{path} is no prepared folder: it has no prepare.json.", "Make one with `polyrec prepare`."
         )
+    facts = read_json(path / "prepare.json")
+    needed = ("recipe_digest", "data_digest", "fingerprint")
+    if not isinstance(facts, dict) or any(name not in facts for name in needed):
+        raise DataError(
+            "prepared_broken", f"{path / 'prepare.json'} lacks {', '.join(needed)}.", "Run `polyrec prepare` again."
+        )
     tokenizer = load_tokenizer(path)
     return PreparedData(
         path=path,
@@ -51,5 +57,5 @@ def read_prepared(path: str | Path) -> PreparedData:
         codebooks=Codebooks.load(path / "codebooks.safetensors"),
         tokenizer=tokenizer,
         layout=layout_of(tokenizer),
-        facts=read_json(path / "prepare.json"),
+        facts=facts,
     )

@@ -89,7 +89,7 @@ def is_finished(data: PreparedData, out: str | Path, config: TrainConfig) -> boo
     out = Path(out)
     path = out / RUN / FINISHED
     whole = path.is_file() and (out / WEIGHTS).is_file() and (out / CATALOG).is_file()
-    return whole and read_json(path)["recipe_digest"] == run_digest(data, config)
+    return whole and read_json(path).get("recipe_digest") == run_digest(data, config)
 
 
 def train(
@@ -193,7 +193,7 @@ def _is_stopped(progress: Progress, config: TrainConfig) -> bool:
 def _check_out(data: PreparedData, out: Path, config: TrainConfig, force: bool) -> None:
     started = out / RUN / PROVENANCE
     if started.is_file() and not force:
-        if read_json(started)["recipe_digest"] != run_digest(data, config):
+        if read_json(started).get("recipe_digest") != run_digest(data, config):
             raise ConfigError(
                 "out_has_another_run",
                 f"{out} holds a run with another recipe or other data.",
