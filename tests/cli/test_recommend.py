@@ -127,6 +127,7 @@ def test_filters_from_files(polyrec, shop, recommender, tmp_path):
         (["--input", "{shop}/events.csv", "--history", "P001"], "input_or_history"),
         (["--input", "{shop}/events.csv"], "output_missing"),
         (["--history", "P001", "--output", "{tmp}/x.csv"], "output_unused"),
+        (["--history", "P001", "--time-column", "ordered_at"], "flag_unused"),
         (["--input", "{shop}/events.csv", "--output", "{shop}/events.csv"], "output_is_input"),
         (["--input", "{shop}/events.csv", "--output", "{tmp}/x.xlsx"], "format_unknown"),
         (["--input", "{shop}/event.csv", "--output", "{tmp}/x.csv"], "file_missing"),

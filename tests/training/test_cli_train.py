@@ -95,3 +95,10 @@ def test_a_config_file_that_is_not_there_is_refused(shop, tmp_path):
     result = CliRunner().invoke(build_app(), command)
     assert isinstance(result.exception, PolyrecError)
     assert result.exception.code == "config_missing"
+
+
+@pytest.mark.parametrize("other", ["--model-config-file", "--init-from"])
+def test_a_size_beside_a_models_own_config_is_refused(train, tmp_path, other):
+    result = train("--size", "small", other, str(tmp_path))
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert result.exception.code == "size_unused"

@@ -80,7 +80,13 @@ def recommend(
     from ..core.request import RecommendRequest
     from ..engine.history_files import open_histories, parse_baskets
 
-    _check_flags(input, output, history)
+    of_files = {
+        "--user-column": user_column,
+        "--time-column": time_column,
+        "--basket-column": basket_column,
+        "--time-format": time_format,
+    }
+    _check_flags(input, output, history, [flag for flag, value in of_files.items() if value is not None])
     template = RecommendRequest(
         history=parse_baskets(history or ""),
         n=n,
@@ -140,8 +146,8 @@ def answer_dict(answer: Recommendation) -> dict[str, Any]:
     }
 
 
-def _check_flags(input: Path | None, output: Path | None, history: str | None) -> None:
-    """Faults that need no model, before it is loaded."""
+def _check_flags(input: Path | None, output: Path | None, history: str | None, of_files: list[str]) -> None:
+    """Faults that need no model, before it is loaded. of_files: the given flags that only say how to read --input."""
     from ..core.errors import ConfigError
     from ..engine.files import output_format
 
@@ -156,6 +162,10 @@ def _check_flags(input: Path | None, output: Path | None, history: str | None) -
             "output_missing" if output is None else "output_unused",
             "--input needs an --output." if output is None else "--output belongs to --input.",
             "E.g. --output recommendations.parquet." if output is None else "Use --json and redirect the answer.",
+        )
+    if history is not None and of_files:
+        raise ConfigError(
+            "flag_unused", f"{', '.join(of_files)} says how to read --input, and there is none.", "Leave it out."
         )
     if input is not None and output is not None:
         output_format(output)

@@ -41,6 +41,7 @@ def train(
     hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
 ) -> None:
     """Train a model on prepared data. An interrupted run goes on with the same command."""
+    from ..core.errors import ConfigError
     from ..hardware import HardwareConfig, get_hardware_backend
     from ..training import run
     from ..training.prepared import read_prepared
@@ -59,6 +60,10 @@ def train(
         "eval_every": eval_every,
         "seed": seed,
     }
+    if size and (model_config_file or init_from):
+        raise ConfigError(
+            "size_unused", f"--size {size} has no say beside a model's own config.", "Give one of the two."
+        )
     recipe = read_recipe(config, flags)
     prepared = read_prepared(data)
     plan = run.plan(prepared, recipe, backend)
