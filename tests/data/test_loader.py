@@ -286,3 +286,16 @@ def test_by_default_only_data_without_baskets_loses_items(kind, lost):
     loader = make_loader(make_histories(users, kind), drop_items=None)
     lengths = [len(history) - targets[0] % 8 for number in range(5) for history, targets, _ in epoch(loader, number)]
     assert (min(lengths) < 0) == lost
+
+
+def test_an_item_that_was_left_out_of_the_prompt_still_counts_as_a_repeat():
+    users = [[[1], [2], [3], [4], [1]]]
+    loader = make_loader(make_histories(users), drop_items=0.5, repeat_weight=0.25)
+    found = [
+        (1 in [item for basket in history for item in basket], weights)
+        for number in range(40)
+        for history, targets, weights in epoch(loader, number)
+        if targets == [1]
+    ]
+    assert {seen for seen, _ in found} == {True, False}
+    assert all(weights == [0.25] for _, weights in found)

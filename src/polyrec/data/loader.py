@@ -105,11 +105,11 @@ class ExampleLoader:
             history_baskets = np.concatenate([history_baskets, np.full(given, baskets[begin])])
             target = target[given:]
         target = target[: config.max_targets]
+        weights = np.where(np.isin(target, history), config.repeat_weight, 1.0)
         if self._drop_items:
             kept = rng.random(len(history)) >= self._drop_items
             kept[-1] = True  # the newest stays, so that no history is empty
             history, history_baskets = history[kept], history_baskets[kept]
-        weights = np.where(np.isin(target, history), config.repeat_weight, 1.0)
         prompt = self._prompts.build(self._codes[history], history_baskets)
         return Example(prompt, self._codes[target], weights, config.prompt_weight, config.basket_weight)
 
