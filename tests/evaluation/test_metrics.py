@@ -83,7 +83,7 @@ def test_bootstrap_is_seeded_and_paired():
     one = metrics.bootstrap_means(values, 300, seed=1)
     np.testing.assert_array_equal(one, metrics.bootstrap_means(values, 300, seed=1))
     assert not np.array_equal(one, metrics.bootstrap_means(values, 300, seed=2))
-    shifted = metrics.paired_difference(values[:, 0] + 0.25, values[:, 0], 300)
+    (shifted,) = metrics.bootstrap_intervals((values + 0.25) - values, 300)
     assert shifted == pytest.approx((0.25, 0.25, 0.25))  # noise that both share cancels
 
 

@@ -41,10 +41,6 @@ def test_nodes_children_and_leaves_match_the_prefix_sets(seed):
         assert children
     for leaf, row in enumerate(trie.rows):
         assert prefix[trie.first_leaf + leaf] == tuple(codes[row])
-    fanout = np.diff(trie.first_child)
-    assert trie.max_fanout == tuple(
-        max(fanout[node] for node in range(trie.level_starts[lv], trie.level_starts[lv + 1])) for lv in range(depth)
-    )
     assert (trie.rows[leaves_of_rows(trie)] == np.arange(len(codes))).all()
 
 
@@ -84,7 +80,7 @@ def test_what_is_no_catalog_is_refused(codes, code):
 @pytest.mark.parametrize("sizes", [(3,), (2, 3), (4, 1, 3), (2, 2, 2, 2)])
 def test_the_complete_tree_is_the_tree_of_all_codes(sizes):
     found, expected = complete_trie(sizes), build_trie(np.array(list(np.ndindex(*sizes))))
-    for name in ("first_child", "code", "parent", "level_starts", "rows", "max_fanout"):
+    for name in ("first_child", "code", "parent", "level_starts", "rows"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
 
 

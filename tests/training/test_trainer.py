@@ -52,9 +52,9 @@ def objective(model, batch):
     return Loss(loss, torch.stack([loss.detach()]))
 
 
-def make_trainer(backend, model, config, objective=objective, steps=STEPS):
+def make_trainer(model, config, objective=objective, steps=STEPS):
     loader = Loader()
-    return Trainer(model, loader, objective, config, steps, backend), loader
+    return Trainer(model, loader, objective, config, steps), loader
 
 
 def reference_run(model, config, steps):
@@ -104,11 +104,11 @@ def reference_run(model, config, steps):
         {"warmup_steps": 3, "clip_norm": 1e9, "final_ratio": 1.0},
     ],
 )
-def test_equals_a_run_of_torchs_own_parts(settings, backend):
+def test_equals_a_run_of_torchs_own_parts(settings):
     config = OptimConfig(**settings)
     model = Net()
     reference = copy.deepcopy(model)
-    trainer, loader = make_trainer(backend, model, config)
+    trainer, loader = make_trainer(model, config)
     facts = []
     trainer.run(lambda one: facts.append(one) or True)
     losses, norms, rates = reference_run(reference, config, STEPS)
@@ -137,8 +137,8 @@ def test_the_schedule_rises_to_its_peak_and_falls():
     assert learning_rate(short, 3, 4) == pytest.approx(4 / 50), "a run shorter than its warm-up never leaves it"
 
 
-def test_gradients_are_clipped_to_the_norm(backend):
-    trainer, _ = make_trainer(backend, Net(), OptimConfig(clip_norm=1e-3))
+def test_gradients_are_clipped_to_the_norm():
+    trainer, _ = make_trainer(Net(), OptimConfig(clip_norm=1e-3))
     facts = trainer.train_step()
     after = torch.sqrt(sum(parameter.grad.square().sum() for parameter in trainer.model.parameters()))
     assert facts.grad_norm > 1e-3
@@ -146,7 +146,7 @@ def test_gradients_are_clipped_to_the_norm(backend):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_spoils_nothing(poison, backend):
+def test_a_gradient_that_is_not_finite_spoils_nothing(poison):
     calls = []
 
     def poisoned(model, batch):
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_not_finite_spoils_nothing(poison, backend):
         loss = loss_of(model, batch) * (poison if len(calls) == 4 else 1.0)
         return Loss(loss, torch.stack([loss.detach()]))
 
-    trainer, _ = make_trainer(backend, Net(), OptimConfig(learning_rate=3e-3, warmup_steps=8), poisoned)
+    trainer, _ = make_trainer(Net(), OptimConfig(learning_rate=3e-3, warmup_steps=8), poisoned)
     for _ in range(3):
         trainer.train_step()
     before = copy.deepcopy(trainer.model.state_dict()), copy.deepcopy(trainer.optimizer.state_dict()["state"])
@@ -173,8 +173,8 @@ def test_a_gradient_that_is_not_finite_spoils_nothing(poison, backend):
             torch.testing.assert_close(value, before[1][index][name], rtol=0, atol=0)
 
 
-def test_on_step_ends_a_run(backend):
-    trainer, loader = make_trainer(backend, Net(), OptimConfig())
+def test_on_step_ends_a_run():
+    trainer, loader = make_trainer(Net(), OptimConfig())
     trainer.run(lambda facts: facts.step < 5)
     assert loader.asked == [0, 1, 2, 3, 4]
     assert trainer.progress.step == 5
@@ -182,8 +182,8 @@ def test_on_step_ends_a_run(backend):
     assert loader.asked == list(range(STEPS))
 
 
-def test_the_kept_model_is_the_running_average_of_the_weights(backend):
-    trainer, _ = make_trainer(backend, Net(), OptimConfig(ema_decay=0.6, warmup_steps=2))
+def test_the_kept_model_is_the_running_average_of_the_weights():
+    trainer, _ = make_trainer(Net(), OptimConfig(ema_decay=0.6, warmup_steps=2))
     expected = {name: weight.detach().double() for name, weight in trainer.model.named_parameters()}
     for step in range(12):
         trainer.train_step()
@@ -198,6 +198,6 @@ def test_the_kept_model_is_the_running_average_of_the_weights(backend):
     )
 
 
-def test_without_averaging_the_last_weights_are_kept(backend):
-    trainer, _ = make_trainer(backend, Net(), OptimConfig(ema_decay=0.0))
+def test_without_averaging_the_last_weights_are_kept():
+    trainer, _ = make_trainer(Net(), OptimConfig(ema_decay=0.0))
     assert trainer.result is trainer.model

@@ -113,10 +113,3 @@ def bootstrap_intervals(values: np.ndarray, samples: int = 1000, seed: int = 0, 
     tails = [(1 - level) / 2, (1 + level) / 2]
     low, high = np.quantile(bootstrap_means(values, samples, seed), tails, axis=0)
     return [Interval(*map(float, ends)) for ends in zip(values.mean(axis=0), low, high, strict=True)]
-
-
-def paired_difference(
-    ours: np.ndarray, theirs: np.ndarray, samples: int = 1000, seed: int = 0, level: float = 0.95
-) -> Interval:
-    """Mean of ours − theirs over the same users (float64 [N] each) with its percentile interval."""
-    return bootstrap_intervals((ours - theirs)[:, None], samples, seed, level)[0]

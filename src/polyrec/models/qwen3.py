@@ -137,7 +137,6 @@ class Qwen3(Decoder):
 
 
 SPEC = ModelSpec(
-    architecture="Qwen3ForCausalLM",
     build=Qwen3,
     read_config=read_config,
     write_config=write_config,

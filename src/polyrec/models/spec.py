@@ -50,7 +50,6 @@ class Decoder(nn.Module):
 class ModelSpec:
     """merged: our merged projection -> Hugging Face's projections in the order they are concatenated."""
 
-    architecture: str
     build: Callable[[Any, PlatformOps], Decoder]
     read_config: Callable[[dict[str, Any]], DecoderConfig]
     write_config: Callable[[Any], dict[str, Any]]

@@ -22,7 +22,7 @@ class Trie:
 
     code: int32 [nodes], the code on the edge into a node (−1 for the root). parent: int64 [nodes] (−1 for the root).
     level_starts: int64 [S + 2], node ids of level l are level_starts[l] … level_starts[l + 1] − 1; level 0 is the root.
-    rows: int64 [leaves], the catalog row of each leaf in SID order. max_fanout: [S] largest number of children by level.
+    rows: int64 [leaves], the catalog row of each leaf in SID order.
     """
 
     first_child: np.ndarray
@@ -30,7 +30,6 @@ class Trie:
     parent: np.ndarray
     level_starts: np.ndarray
     rows: np.ndarray
-    max_fanout: tuple[int, ...]
 
     @property
     def depth(self) -> int:
@@ -82,8 +81,7 @@ def build_trie(codes: np.ndarray) -> Trie:
         parent[node[opens, level + 1]] = node[opens, level]
     fanout = np.bincount(parent[1:], minlength=int(level_starts[-2]))
     first_child = np.concatenate([[1], 1 + np.cumsum(fanout)]).astype(np.int64)
-    max_fanout = tuple(int(fanout[level_starts[lv] : level_starts[lv + 1]].max()) for lv in range(depth))
-    return Trie(first_child, code, parent, level_starts, order.astype(np.int64), max_fanout)
+    return Trie(first_child, code, parent, level_starts, order.astype(np.int64))
 
 
 def complete_trie(codebook_sizes: tuple[int, ...]) -> Trie:
@@ -106,7 +104,6 @@ def complete_trie(codebook_sizes: tuple[int, ...]) -> Trie:
         parent=parent.astype(np.int64),
         level_starts=level_starts,
         rows=np.arange(counts[-1]),
-        max_fanout=tuple(codebook_sizes),
     )
 
 

@@ -162,7 +162,7 @@ class _Run:
             config, num_tokens(data.tokenizer), data.layout, data.codebooks, longest, backend
         )
         objective = Objective(data.layout, config.head, backend)
-        self.trainer = Trainer(model, self.loader, objective, config.optim, config.steps, backend)
+        self.trainer = Trainer(model, self.loader, objective, config.optim, config.steps)
 
     def resume(self, folder: Path) -> dict[str, torch.Tensor]:
         """Goes to the newest checkpoint, if there is one; returns the best weights so far (empty without early stopping)."""

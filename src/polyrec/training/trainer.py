@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
-from ..hardware.base.backend import HardwareBackend
 from ..models.spec import Decoder
 from .objective import Objective
 from .recipe import OptimConfig, learning_rate
@@ -56,7 +55,6 @@ class Trainer:
         objective: Objective,
         config: OptimConfig,
         steps: int,
-        backend: HardwareBackend,
     ) -> None:
         self.model = model
         self.optimizer = make_optimizer(model, config)
@@ -66,7 +64,6 @@ class Trainer:
         self._objective = objective
         self._config = config
         self._steps = steps
-        self._runtime = backend.runtime
 
     @property
     def result(self) -> Decoder:

@@ -11,5 +11,5 @@ class CpuBackend(HardwareBackend):
 
     platform_name = "cpu"
 
-    def __init__(self, device_index: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__(runtime=CpuRuntime(), graph=CpuGraph(), ops=cpu_ops())
