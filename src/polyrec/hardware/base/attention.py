@@ -1,4 +1,4 @@
-"""The seam between the model and attention: a batch is planned once, then every layer runs through the plan.
+"""The seam between models and attention: what a model needs, what a backend supports, and the plans of one batch.
 
 A model's layer knows only `AttentionPlan.run`. Which tokens see which, where keys and values are kept, and which kernel does
 it is the plan's business, so training, prefill and a beam pass go through one and the same model code.
@@ -6,14 +6,126 @@ it is the plan's business, so training, prefill and a beam pass go through one a
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
+
+from ..ops import PlatformOps
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a model asks of attention. sliding_window: tokens a query sees, itself included; None: all before it.
+
+    soft_cap: scores become soft_cap · tanh(score / soft_cap). mla: latent keys and values (DeepSeek).
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    mla: bool = False
+    train: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionSupport:
+    """What a backend can do. head_dims, dtypes, platforms: None for any."""
+
+    head_dims: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    platforms: tuple[str, ...] | None = None
+    sliding_window: bool = False
+    soft_cap: bool = False
+    mla: bool = False
+    train: bool = False
+
+    def lacks(self, needs: AttentionNeeds, platform: str) -> list[str]:
+        """What of the needs it cannot do, in words; empty when it fits."""
+        asked = {
+            f"head size {needs.head_dim}": self.head_dims is not None and needs.head_dim not in self.head_dims,
+            f"dtype {needs.dtype}": self.dtypes is not None and needs.dtype not in self.dtypes,
+            f"platform {platform}": self.platforms is not None and platform not in self.platforms,
+            f"a sliding window of {needs.sliding_window}": needs.sliding_window is not None and not self.sliding_window,
+            f"a soft cap of {needs.soft_cap}": needs.soft_cap is not None and not self.soft_cap,
+            "latent attention (MLA)": needs.mla and not self.mla,
+            "gradients": needs.train and not self.train,
+        }
+        return [what for what, lacking in asked.items() if lacking]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How T packed tokens stand in a padded batch of R rows of L.
+
+    padded: int64 [R, L] token of each place (padding repeats token 0). flat: int64 [T] place of each token in R · L.
+    branch: int64 [T], 0 for a sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no
+    branches. lengths: int64 [R].
+    """
+
+    padded: Tensor
+    flat: Tensor
+    lengths: Tensor
+    branch: Tensor | None = None
+
+
+class KeyValueCache(Protocol):
+    """Where a batch's prompt keys and values are kept: slot t holds packed token t."""
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [slots, kv heads, D] each."""
+        ...
 
 
 class AttentionPlan(Protocol):
     """One batch's attention, for all layers."""
 
-    def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer. query [T, heads, D], key and value [T, kv heads, D], rotated -> [T, heads · D]."""
         ...
+
+
+class SearchAttention(ABC):
+    """Attention of one batch's search: R requests, whose beams share their request's prompt."""
+
+    @abstractmethod
+    def step(self, ancestors: Tensor, *, last: bool) -> AttentionPlan:
+        """The plan of one pass over R · W beams, each with one new token.
+
+        ancestors: int64 [R · W, t], the row in which each of the beam's t earlier tokens was given to `run`, oldest first.
+        last: no later pass reads this pass's keys and values, so they need not be kept.
+        """
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention, built once per engine or trainer.
+
+    support: what it can do; a model that needs more is refused before this is built.
+    """
+
+    support: ClassVar[AttentionSupport]
+
+    def __init__(self, needs: AttentionNeeds, ops: PlatformOps) -> None:
+        self.needs = needs
+        self.ops = ops
+
+    @abstractmethod
+    def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
+        """The plan of training and prefill: each sequence sees itself, causally. cache: where `run` keeps keys and values."""
+
+    @abstractmethod
+    def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
+        """Attention for the passes after a prefill whose keys and values are in `cache`.
+
+        width: beams a request has at most. num_kept: passes whose keys and values a later pass reads.
+        """
+
+    def refresh(self, states: Mapping[str, Tensor]) -> None:  # noqa: B027 (most backends keep lengths on the device)
+        """Called before a captured search is replayed: lengths and tables for backends that keep them on the host."""

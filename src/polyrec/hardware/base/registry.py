@@ -1,29 +1,23 @@
-"""Platforms by name. Registering records a class path; nothing of a platform is imported until it is chosen."""
+"""Platforms and attention backends by name. Registering records a class path; nothing is imported until it is chosen. No torch.
+
+Registering is the only step that makes a platform known: flags, `polyrec devices` and `auto` read their names here.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from ...core.config import Settings
-from ...core.errors import HardwareError
 from ...core.registry import Registry
-from .backend import HardwareBackend
-
-PlatformName = str
-
-
-class HardwareConfig(Settings):
-    """What a command says about hardware. platform: a registered name, or auto."""
-
-    platform: PlatformName | Literal["auto"] = "auto"
-
 
 _PLATFORMS = Registry("platform")
-_chosen: list[tuple[HardwareConfig, HardwareBackend]] = []  # one per process, as DESIGN section 5 allows
+_ATTENTION = Registry("attention")
 
 
 def register_platform(name: str, path: str) -> None:
-    """Records `module:Class` under a name."""
+    """Records `module:Class` (a `HardwareBackend` subclass) under the name that the class has as `platform_name`.
+
+    The same claim twice is one; another path for a known name is `platform_taken`.
+    """
     _PLATFORMS.register(name, path)
 
 
@@ -32,36 +26,37 @@ def platform_names() -> list[str]:
     return _PLATFORMS.names()
 
 
-def get_hardware_backend(config: HardwareConfig | None = None) -> HardwareBackend:
-    """Builds the chosen platform once per process and returns the same object after; a different config is an error.
+def platform_path(name: str) -> str:
+    """The class path behind a name; an unknown one is `platform_unknown`."""
+    return _PLATFORMS.path(name)
 
-    config None: what was chosen before, else auto.
-    """
-    if _chosen:
-        earlier, backend = _chosen[0]
-        if config is not None and earlier != config:
-            raise HardwareError(
-                "hardware_chosen_already",
-                f"This process already runs on {earlier}, and cannot change to {config}.",
-                "Start another process for another platform.",
-            )
-        return backend
-    config = config or HardwareConfig()
-    # The CPU is the one platform so far; with others, auto asks their probes first.
-    name = "cpu" if config.platform == "auto" else config.platform
-    cls = _PLATFORMS.load(name)
-    if not (isinstance(cls, type) and issubclass(cls, HardwareBackend)):
-        raise HardwareError("platform_not_a_backend", f"Platform '{name}' is {cls!r}, not a HardwareBackend class.")
-    if cls.platform_name != name:
-        raise HardwareError(
-            "platform_name_differs",
-            f"Platform '{name}' is registered as a class that calls itself '{cls.platform_name}'.",
-            "Register it under its own platform_name.",
-        )
-    make: Any = cls  # a platform's own constructor needs no arguments
-    chosen: HardwareBackend = make()
-    _chosen.append((config, chosen))
-    return chosen
+
+def load_platform(name: str) -> Any:
+    """Imports what a platform's path names: `platform_unknown`, `platform_import_failed`, `platform_attribute_missing`."""
+    return _PLATFORMS.load(name)
+
+
+def register_attention(name: str, path: str) -> None:
+    """Records `module:Class` (an `AttentionBackend` subclass) under a name; plugins use `register_att_backend` instead."""
+    _ATTENTION.register(name, path)
+
+
+def attention_names() -> list[str]:
+    """All built-in attention backends; imports nothing."""
+    return _ATTENTION.names()
+
+
+def load_attention(name: str) -> Any:
+    """Imports an attention backend's class: `attention_unknown`, `attention_import_failed`, `attention_attribute_missing`."""
+    return _ATTENTION.load(name)
 
 
 register_platform("cpu", "polyrec.hardware.backends.cpu:CpuBackend")
+register_platform("nvidia", "polyrec.hardware.backends.cuda_like:NvidiaBackend")
+register_platform("metax", "polyrec.hardware.backends.cuda_like.variants:MetaxBackend")
+register_platform("rocm", "polyrec.hardware.backends.cuda_like.variants:RocmBackend")
+register_platform("musa", "polyrec.hardware.backends.musa:MusaBackend")
+register_platform("xpu", "polyrec.hardware.backends.xpu:XpuBackend")
+register_platform("ascend", "polyrec.hardware.backends.ascend:AscendBackend")
+
+register_attention("sdpa", "polyrec.attention.sdpa:SdpaAttention")

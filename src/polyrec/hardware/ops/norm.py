@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .draw import Draw
+from .linear import quantize_fp8
+from .spec import FLOATS, INFER, Case, Lookup, op, reference_group
 
-@dataclass(frozen=True)
-class NormOps:
-    """rms_norm(x, weight, eps) -> y. add_rms_norm(x, residual, weight, eps) -> (y, x + residual)."""
-
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Fp8Rows = tuple[Tensor, Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,4 +30,131 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-REFERENCE_NORM_OPS = NormOps(rms_norm=rms_norm, add_rms_norm=add_rms_norm)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., D] less its mean, over its standard deviation, · weight [D] + bias [D] (Ba et al., 2016); moments in fp32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    weight, bias = weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
+    return torch.nn.functional.layer_norm(wide, (x.shape[-1],), weight, bias, eps).to(x.dtype)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """`rms_norm`, then `quantize_fp8` of each row: -> (e4m3 [..., D], scale fp32 [..., 1])."""
+    return quantize_fp8(rms_norm(x, weight, eps))
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`add_rms_norm` with its first result quantised: -> (e4m3 [..., D], scale fp32 [..., 1], x + residual)."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return *quantize_fp8(normed), total
+
+
+def _norm_cases(draw: Draw) -> Iterator[Case]:
+    for rows, size in ((3, 64), (17, 128), (1, 1000))[: 3 if draw.full else 1]:
+        yield {"x": draw.normal(rows, size, scale=3), "weight": draw.uniform(size, low=0.5, high=1.5), "eps": 1e-6}
+
+
+def _add_norm_cases(draw: Draw) -> Iterator[Case]:
+    for case in _norm_cases(draw):
+        yield {"x": case["x"], "residual": draw.normal(*case["x"].shape), **case}
+
+
+def _layer_norm_cases(draw: Draw) -> Iterator[Case]:
+    for case in _norm_cases(draw):
+        yield {**case, "bias": draw.normal(*case["weight"].shape)}
+        if draw.full:
+            yield {**case, "bias": None}
+
+
+def _decompose_add_rms_norm(op: Lookup) -> Callable[..., tuple[Tensor, Tensor]]:
+    rms_norm = op("norm.rms_norm")
+
+    def add_then_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+
+    return add_then_norm
+
+
+def _decompose_layer_norm(op: Lookup) -> Callable[..., Tensor]:
+    rms_norm = op("norm.rms_norm")
+
+    def center_then_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide = x.float()
+        normed = rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), eps)
+        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+    return center_then_norm
+
+
+def _decompose_rms_norm_fp8(op: Lookup) -> Callable[..., Fp8Rows]:
+    rms_norm, quantize = op("norm.rms_norm"), op("linear.quantize_fp8")
+
+    def norm_then_quantize(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+        return quantize(rms_norm(x, weight, eps))
+
+    return norm_then_quantize
+
+
+def _decompose_add_rms_norm_fp8(op: Lookup) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    add_rms_norm, quantize = op("norm.add_rms_norm"), op("linear.quantize_fp8")
+
+    def add_norm_then_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        normed, total = add_rms_norm(x, residual, weight, eps)
+        return *quantize(normed), total
+
+    return add_norm_then_quantize
+
+
+@dataclass(frozen=True)
+class NormOps:
+    """Norms over the last dim, alone, with the residual's sum, and with quantised rows."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = field(
+        metadata=op(rms_norm, "x [..., D], weight [D] -> [..., D]", _norm_cases, tier="R")
+    )
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = field(
+        metadata=op(
+            add_rms_norm,
+            "x, residual [..., D], weight [D] -> [..., D], [..., D]",
+            _add_norm_cases,
+            tier="D",
+            needs=("norm.rms_norm",),
+            decompose=_decompose_add_rms_norm,
+        )
+    )
+    layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] = field(
+        metadata=op(
+            layer_norm,
+            "x [..., D], weight [D], bias [D] or None -> [..., D]",
+            _layer_norm_cases,
+            tier="D",
+            needs=("norm.rms_norm",),
+            decompose=_decompose_layer_norm,
+        )
+    )
+    rms_norm_fp8: Callable[[Tensor, Tensor, float], Fp8Rows] = field(
+        metadata=op(
+            rms_norm_fp8,
+            "x [..., D], weight [D] -> e4m3 [..., D], fp32 [..., 1]",
+            _norm_cases,
+            tier="D",
+            dtypes=FLOATS,
+            modes=INFER,
+            needs=("norm.rms_norm", "linear.quantize_fp8"),
+            decompose=_decompose_rms_norm_fp8,
+        )
+    )
+    add_rms_norm_fp8: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]] = field(
+        metadata=op(
+            add_rms_norm_fp8,
+            "x, residual [..., D], weight [D] -> e4m3 [..., D], fp32 [..., 1], [..., D]",
+            _add_norm_cases,
+            tier="D",
+            modes=INFER,
+            needs=("norm.add_rms_norm", "linear.quantize_fp8"),
+            decompose=_decompose_add_rms_norm_fp8,
+        )
+    )
+
+
+REFERENCE_NORM_OPS = reference_group(NormOps)

@@ -1,0 +1,55 @@
+"""What a command, or a caller in Python, says about hardware: the flags of every command that builds a backend. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from ...core.config import Settings
+
+AUTO = "auto"
+Fallback = Literal["strict", "warn", "allow"]
+Verify = Literal["off", "quick", "full"]
+Purpose = Literal["infer", "train"]
+
+
+class HardwareConfig(Settings):
+    """hardware_platform: a registered name, or auto (the accelerator whose probe answers yes, else the CPU).
+
+    device: TYPE[:INDEX] as torch spells it; it implies the platform. allow_cpu: auto may take the CPU although an
+    accelerator's probe failed. extra_ops, extra_att: plugins to load, by entry-point name. op: field -> plugin, which
+    settles two plugins for one field. attention: a backend's name, or auto. fallback: what happens when a tier D
+    operation is missing: refused, decomposed and reported, or decomposed in silence (counted all the same).
+    verify_plugins: how much a plugin's numbers are checked before it is used. purpose: train asks for gradients.
+    """
+
+    hardware_platform: str = AUTO
+    device: str | None = None
+    allow_cpu: bool = False
+    extra_ops: tuple[str, ...] = ()
+    extra_att: tuple[str, ...] = ()
+    op: dict[str, str] = {}
+    attention: str = AUTO
+    fallback: Fallback = "warn"
+    verify_plugins: Verify = "quick"
+    purpose: Purpose = "infer"
+
+    @field_validator("extra_ops", "extra_att", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        """`a,b` as well as a list."""
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+    @field_validator("op", mode="before")
+    @classmethod
+    def _split_pins(cls, value: Any) -> Any:
+        """`group.field=plugin` texts, one or several, as well as a mapping."""
+        if isinstance(value, str):
+            value = [part for part in value.split(",") if part.strip()]
+        if not isinstance(value, (list, tuple)):
+            return value
+        pins = [str(text).partition("=") for text in value]
+        if bad := [f"{field}{equals}{name}" for field, equals, name in pins if not (field.strip() and name.strip())]:
+            raise ValueError(f"{bad[0]!r} is not of the form norm.rms_norm=plugin")
+        return {field.strip(): name.strip() for field, _, name in pins}
