@@ -1,4 +1,7 @@
-"""Everything that knows about devices. `get_hardware_backend(config)` is the one way in. Names load on first use, torch with them."""
+"""Everything that knows about devices. `get_hardware_backend(config)` is the one way in.
+
+Names load on first use, and torch with them.
+"""
 
 from __future__ import annotations
 

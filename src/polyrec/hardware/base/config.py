@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from ...core.config import Settings
 
@@ -29,7 +29,7 @@ class HardwareConfig(Settings):
     allow_cpu: bool = False
     extra_ops: tuple[str, ...] = ()
     extra_att: tuple[str, ...] = ()
-    op: dict[str, str] = {}
+    op: dict[str, str] = Field(default_factory=dict)
     attention: str = AUTO
     fallback: Fallback = "warn"
     verify_plugins: Verify = "quick"
