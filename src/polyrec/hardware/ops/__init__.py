@@ -6,14 +6,18 @@ No group has defaults: a platform names an implementation for every field, so ad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .act import REFERENCE_ACT_OPS, ActOps
 from .kv import REFERENCE_KV_OPS, KVOps
 from .linear import REFERENCE_LINEAR_OPS, LinearOps
 from .loss import REFERENCE_LOSS_OPS, LossOps
+from .moe import REFERENCE_MOE_OPS, MoeOps
 from .norm import REFERENCE_NORM_OPS, NormOps
 from .rope import REFERENCE_ROPE_OPS, RopeOps
+from .sampling import REFERENCE_SAMPLING_OPS, SamplingOps
 from .search import REFERENCE_SEARCH_OPS, SearchOps
+from .spec import partial_group
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class PlatformOps:
     linear: LinearOps
     kv: KVOps
     search: SearchOps
+    sampling: SamplingOps
+    moe: MoeOps
     loss: LossOps
 
 
@@ -36,5 +42,19 @@ REFERENCE_OPS = PlatformOps(
     linear=REFERENCE_LINEAR_OPS,
     kv=REFERENCE_KV_OPS,
     search=REFERENCE_SEARCH_OPS,
+    sampling=REFERENCE_SAMPLING_OPS,
+    moe=REFERENCE_MOE_OPS,
     loss=REFERENCE_LOSS_OPS,
 )
+
+
+def op_groups() -> dict[str, type]:
+    """Group name -> its dataclass, in the order of `PlatformOps`."""
+    return {name: type(group) for name, group in vars(REFERENCE_OPS).items()}
+
+
+def partial_ops(**groups: Any) -> PlatformOps:
+    """The operations of a platform that has some groups only; every field of the others is `MISSING`."""
+    classes = op_groups()
+    assert groups.keys() <= classes.keys(), f"PlatformOps has no {sorted(groups.keys() - classes.keys())}"
+    return PlatformOps(**{name: groups.get(name) or partial_group(group) for name, group in classes.items()})

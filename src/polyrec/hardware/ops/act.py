@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class ActOps:
-    """silu_and_mul(x) -> silu(gate) · up, for x = [gate, up] along the last dim."""
-
-    silu_and_mul: Callable[[Tensor], Tensor]
+from .draw import Draw
+from .linear import Fp8Rows, quantize_fp8
+from .spec import INFER, Case, Lookup, op, reference_group
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [..., 2 I] -> [..., I] (SwiGLU; Shazeer, 2020)."""
+    """x [..., 2 I] = [gate, up] -> silu(gate) · up [..., I] (SwiGLU; Shazeer, 2020)."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
-REFERENCE_ACT_OPS = ActOps(silu_and_mul=silu_and_mul)
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """x [..., 2 I] = [gate, up] -> gelu(gate) · up [..., I], GELU in its tanh form, as in Gemma (GEGLU; Shazeer, 2020)."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def silu_and_mul_fp8(x: Tensor) -> Fp8Rows:
+    """`silu_and_mul`, then `quantize_fp8` of each row: -> (e4m3 [..., I], scale fp32 [..., 1])."""
+    return quantize_fp8(silu_and_mul(x))
+
+
+def _gated_cases(draw: Draw) -> Iterator[Case]:
+    for rows, size in ((3, 32), (17, 128), (1, 500))[: 3 if draw.full else 1]:
+        yield {"x": draw.normal(rows, 2 * size)}
+
+
+def _decompose_silu_and_mul_fp8(op: Lookup) -> Callable[..., Fp8Rows]:
+    silu_and_mul, quantize = op("act.silu_and_mul"), op("linear.quantize_fp8")
+
+    def activate_then_quantize(x: Tensor) -> Fp8Rows:
+        return quantize(silu_and_mul(x))
+
+    return activate_then_quantize
+
+
+@dataclass(frozen=True)
+class ActOps:
+    """Gated activations: a function of the first half of the last dim, times the second half."""
+
+    silu_and_mul: Callable[[Tensor], Tensor] = field(
+        metadata=op(silu_and_mul, "x [..., 2 I] -> [..., I]", _gated_cases, tier="R", strided=("x",))
+    )
+    gelu_and_mul: Callable[[Tensor], Tensor] = field(
+        metadata=op(gelu_and_mul, "x [..., 2 I] -> [..., I]", _gated_cases, tier="X", strided=("x",))
+    )
+    silu_and_mul_fp8: Callable[[Tensor], Fp8Rows] = field(
+        metadata=op(
+            silu_and_mul_fp8,
+            "x [..., 2 I] -> e4m3 [..., I], fp32 [..., 1]",
+            _gated_cases,
+            tier="D",
+            modes=INFER,
+            needs=("act.silu_and_mul", "linear.quantize_fp8"),
+            decompose=_decompose_silu_and_mul_fp8,
+            strided=("x",),
+        )
+    )
+
+
+REFERENCE_ACT_OPS = reference_group(ActOps)

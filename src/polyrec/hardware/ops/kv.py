@@ -1,18 +1,15 @@
-"""Key-value cache ops and their meaning."""
+"""Key-value cache ops and their meaning. A cache is rows [slots, KV, D]; a page is page_size rows that follow each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class KVOps:
-    """write(key, value, key_cache, value_cache, slots): stores rows in place."""
-
-    write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+from .draw import Draw
+from .spec import INFER, Case, Lookup, op, reference_group
 
 
 def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -21,4 +18,82 @@ def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
     value_cache.index_copy_(0, slots, value)
 
 
-REFERENCE_KV_OPS = KVOps(write=write)
+def copy_pages(key_cache: Tensor, value_cache: Tensor, source: Tensor, target: Tensor, page_size: int) -> None:
+    """Pages `source` of both caches [slots, KV, D] go to pages `target`, both int64 [N]; targets are distinct.
+
+    Every source is read before a target is written, so a page may be both.
+    """
+    for cache in (key_cache, value_cache):
+        pages = cache.unflatten(0, (-1, page_size))
+        pages[target] = pages[source]
+
+
+def page_rows(pages: Tensor, page_size: int) -> Tensor:
+    """Page numbers int64 [N] -> their rows int64 [N · page_size]."""
+    return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()
+
+
+def _write_cases(draw: Draw) -> Iterator[Case]:
+    for rows, heads, dim, slots in ((3, 2, 16, 8), (17, 4, 64, 40))[: 2 if draw.full else 1]:
+        yield {
+            "key": draw.normal(rows, heads, dim),
+            "value": draw.normal(rows, heads, dim),
+            "key_cache": draw.normal(slots, heads, dim),
+            "value_cache": draw.normal(slots, heads, dim),
+            "slots": draw.distinct(slots, rows),
+        }
+
+
+def _copy_pages_cases(draw: Draw) -> Iterator[Case]:
+    for pages, page_size, copies in ((6, 2, 3), (12, 16, 5))[: 2 if draw.full else 1]:
+        yield {
+            "key_cache": draw.normal(pages * page_size, 2, 16),
+            "value_cache": draw.normal(pages * page_size, 2, 16),
+            "source": draw.integers(0, pages, copies),
+            "target": draw.distinct(pages, copies),
+            "page_size": page_size,
+        }
+
+
+def _decompose_copy_pages(op: Lookup) -> Callable[..., None]:
+    write = op("kv.write")
+
+    def gather_then_write(
+        key_cache: Tensor, value_cache: Tensor, source: Tensor, target: Tensor, page_size: int
+    ) -> None:
+        rows = page_rows(source, page_size)
+        write(key_cache[rows], value_cache[rows], key_cache, value_cache, page_rows(target, page_size))
+
+    return gather_then_write
+
+
+@dataclass(frozen=True)
+class KVOps:
+    """Rows and pages of the key and value caches, stored in place."""
+
+    write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = field(
+        metadata=op(
+            write,
+            "key, value [T, KV, D], key_cache, value_cache [slots, KV, D], slots int64 [T], distinct -> None",
+            _write_cases,
+            tier="R",
+            writes=("key_cache", "value_cache"),
+            modes=INFER,
+            strided=("key", "value"),
+        )
+    )
+    copy_pages: Callable[[Tensor, Tensor, Tensor, Tensor, int], None] = field(
+        metadata=op(
+            copy_pages,
+            "key_cache, value_cache [pages · page_size, KV, D], source, target int64 [N], targets distinct -> None",
+            _copy_pages_cases,
+            tier="D",
+            writes=("key_cache", "value_cache"),
+            modes=INFER,
+            needs=("kv.write",),
+            decompose=_decompose_copy_pages,
+        )
+    )
+
+
+REFERENCE_KV_OPS = reference_group(KVOps)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from .draw import Draw
-from .linear import quantize_fp8
-from .spec import FLOATS, INFER, Case, Lookup, op, reference_group
-
-Fp8Rows = tuple[Tensor, Tensor]
+from .linear import Fp8Rows, quantize_fp8
+from .spec import INFER, Case, Lookup, at_least_fp32, op, reference_group
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,7 +30,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., D] less its mean, over its standard deviation, · weight [D] + bias [D] (Ba et al., 2016); moments in fp32."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = at_least_fp32(x)
     weight, bias = weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
     return torch.nn.functional.layer_norm(wide, (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
@@ -79,9 +77,9 @@ def _decompose_layer_norm(op: Lookup) -> Callable[..., Tensor]:
     rms_norm = op("norm.rms_norm")
 
     def center_then_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        wide = x.float()
-        normed = rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), eps)
-        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+        wide = at_least_fp32(x)
+        normed = rms_norm(wide - wide.mean(-1, keepdim=True), weight.to(wide.dtype), eps)
+        return (normed if bias is None else normed + bias.to(wide.dtype)).to(x.dtype)
 
     return center_then_norm
 
@@ -98,7 +96,9 @@ def _decompose_rms_norm_fp8(op: Lookup) -> Callable[..., Fp8Rows]:
 def _decompose_add_rms_norm_fp8(op: Lookup) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     add_rms_norm, quantize = op("norm.add_rms_norm"), op("linear.quantize_fp8")
 
-    def add_norm_then_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def add_norm_then_quantize(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         normed, total = add_rms_norm(x, residual, weight, eps)
         return *quantize(normed), total
 
@@ -110,7 +110,7 @@ class NormOps:
     """Norms over the last dim, alone, with the residual's sum, and with quantised rows."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = field(
-        metadata=op(rms_norm, "x [..., D], weight [D] -> [..., D]", _norm_cases, tier="R")
+        metadata=op(rms_norm, "x [..., D], weight [D] -> [..., D]", _norm_cases, tier="R", strided=("x",))
     )
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = field(
         metadata=op(
@@ -120,6 +120,7 @@ class NormOps:
             tier="D",
             needs=("norm.rms_norm",),
             decompose=_decompose_add_rms_norm,
+            strided=("x", "residual"),
         )
     )
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] = field(
@@ -130,6 +131,7 @@ class NormOps:
             tier="D",
             needs=("norm.rms_norm",),
             decompose=_decompose_layer_norm,
+            strided=("x",),
         )
     )
     rms_norm_fp8: Callable[[Tensor, Tensor, float], Fp8Rows] = field(
@@ -138,10 +140,10 @@ class NormOps:
             "x [..., D], weight [D] -> e4m3 [..., D], fp32 [..., 1]",
             _norm_cases,
             tier="D",
-            dtypes=FLOATS,
             modes=INFER,
             needs=("norm.rms_norm", "linear.quantize_fp8"),
             decompose=_decompose_rms_norm_fp8,
+            strided=("x",),
         )
     )
     add_rms_norm_fp8: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]] = field(
@@ -153,6 +155,7 @@ class NormOps:
             modes=INFER,
             needs=("norm.add_rms_norm", "linear.quantize_fp8"),
             decompose=_decompose_add_rms_norm_fp8,
+            strided=("x", "residual"),
         )
     )
 

@@ -1,15 +1,18 @@
-"""One step of beam search inside a catalog's trie, and its meaning.
+"""Ops of the search inside a catalog's trie, and their meaning.
 
 Only children that exist (and that the request allows) are ever scored, so no legal item is cut by an illegal one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from .draw import Draw
+from .spec import INFER, Case, Lookup, at_least_fp32, op, op_claims, reference_group
 
 DEAD = float("-inf")
 
@@ -45,13 +48,7 @@ class Beams:
     parent: Tensor
 
 
-@dataclass(frozen=True)
-class SearchOps:
-    """beam_step(logits, normalizer, beams, trie, node_filter, widths, width) -> Beams."""
-
-    beam_step: Callable[[Tensor, Tensor | None, Beams, TrieArrays, NodeFilter | None, Tensor, int], Beams]
-
-
+@op_claims(graph_safe=False)  # how many children there are decides shapes
 def beam_step(
     logits: Tensor,
     normalizer: Tensor | None,
@@ -78,8 +75,10 @@ def beam_step(
         kept = _allowed(child, row // old_width, node_filter)
         row, child = row[kept], child[kept]
     gain = logits.reshape(-1, num_codes)[row, trie.code[child]].float()
-    lse = _children_normalizer(gain, row, requests * old_width) if normalizer is None else normalizer.reshape(-1)
-    score = beams.score.reshape(-1)[row] + (gain - lse[row])
+    lse = (
+        _children_normalizer(gain, row, requests * old_width) if normalizer is None else normalizer.reshape(-1).float()
+    )
+    score = beams.score.reshape(-1)[row].float() + (gain - lse[row])  # scores are fp32, and so is their order
     return _best(score, row, child, requests, old_width, widths, width)
 
 
@@ -133,4 +132,113 @@ def _ordered_bits(score: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
-REFERENCE_SEARCH_OPS = SearchOps(beam_step=beam_step)
+def constrained_topk(logits: Tensor, allowed: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest allowed logits of each row, best first; equal ones by lower index.
+
+    logits fp32 [B, C], allowed bool [B, C] -> (values fp32 [B, k], indices int64 [B, k]). Where fewer than k are allowed (an
+    allowed −inf counts as not), the rest is −inf at index 0. k may exceed C.
+    """
+    values, indices = torch.where(allowed, logits, DEAD).sort(dim=-1, descending=True, stable=True)
+    short = max(k - logits.shape[-1], 0)
+    values = torch.nn.functional.pad(values[:, :k], (0, short), value=DEAD)
+    indices = torch.nn.functional.pad(indices[:, :k], (0, short))
+    return values, torch.where(values == DEAD, 0, indices)
+
+
+def restricted_log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden [..., D], weight [C, D], a level's rows of the head -> (logits fp32 [..., C], log-sum-exp fp32 [...]).
+
+    log p = logits − log-sum-exp; the two stay apart because the search subtracts for the chosen codes only.
+    """
+    logits = at_least_fp32(torch.nn.functional.linear(hidden, weight))
+    return logits, logits.logsumexp(-1)
+
+
+def _beam_step_cases(draw: Draw) -> Iterator[Case]:
+    """A tree with `fanout` children below each of the root's `nodes`; all codes exist somewhere, and not everywhere."""
+    for nodes, fanout, requests, width, codes in ((4, 3, 2, 3, 6), (20, 5, 3, 8, 32))[: 2 if draw.full else 1]:
+        first = torch.cat((torch.tensor([1]), 1 + nodes + fanout * torch.arange(nodes + 1)))
+        code = torch.cat([draw.distinct_floats(codes).argsort()[:fanout].sort().values for _ in range(nodes)])
+        score = draw.distinct_floats(requests, width).sort(-1, descending=True).values
+        score[-1, -1] = DEAD
+        node = 1 + torch.stack([draw.distinct(nodes, width) for _ in range(requests)])
+        case = {
+            "logits": draw.distinct_floats(requests, width * codes).unflatten(-1, (width, codes)),
+            "normalizer": draw.uniform(requests, width, low=4.0, high=5.0),
+            "beams": Beams(score, node, torch.zeros_like(node)),
+            "trie": TrieArrays(first, torch.cat((torch.tensor([-1]), torch.arange(nodes), code))),
+        }
+        rest = {"widths": draw.integers(1, 2 * width + 1, requests), "width": 2 * width}
+        yield {**case, "node_filter": None, **rest}
+        if draw.full:
+            keys = (
+                torch.arange(requests)[:, None] * len(code) * 2 + draw.distinct(len(code), len(code) // 2).sort().values
+            )
+            allow = torch.arange(requests) % 2 == 0
+            yield {**case, "node_filter": NodeFilter(keys.flatten(), allow, len(code) * 2), **rest}
+            yield {**case, "normalizer": None, "node_filter": None, **rest}
+
+
+def _constrained_topk_cases(draw: Draw) -> Iterator[Case]:
+    for rows, codes, k in ((3, 24, 4), (17, 256, 50), (5, 8, 12))[: 3 if draw.full else 1]:
+        logits, allowed = draw.distinct_floats(rows, codes), draw.integers(0, 2, rows, codes).bool()
+        logits[:, 1::2] = logits[:, ::2]  # ties
+        allowed[-1, k // 2 :] = False  # fewer than k
+        yield {"logits": logits, "allowed": allowed, "k": k}
+
+
+def _restricted_log_softmax_cases(draw: Draw) -> Iterator[Case]:
+    for rows, dim, codes in ((3, 64, 24), (17, 128, 256))[: 2 if draw.full else 1]:
+        yield {"hidden": draw.normal(rows, dim), "weight": draw.normal(codes, dim, scale=dim**-0.5)}
+
+
+def _decompose_restricted_log_softmax(op: Lookup) -> Callable[..., tuple[Tensor, Tensor]]:
+    mm = op("linear.mm")
+
+    def multiply_then_reduce(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = at_least_fp32(mm(hidden, weight, None))
+        return logits, logits.logsumexp(-1)
+
+    return multiply_then_reduce
+
+
+@dataclass(frozen=True)
+class SearchOps:
+    """A level of the search: its logits, its choice among codes, its step over the beams."""
+
+    beam_step: Callable[[Tensor, Tensor | None, Beams, TrieArrays, NodeFilter | None, Tensor, int], Beams] = field(
+        metadata=op(
+            beam_step,
+            "logits fp32 [R, W, C], normalizer fp32 [R, W] or None, beams [R, W], trie, node_filter or None, widths int64 [R] "
+            "-> Beams [R, width]",
+            _beam_step_cases,
+            tier="R",
+            dtypes=(torch.float32,),
+            modes=INFER,
+        )
+    )
+    constrained_topk: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = field(
+        metadata=op(
+            constrained_topk,
+            "logits fp32 [B, C], allowed bool [B, C] -> fp32 [B, k], int64 [B, k]",
+            _constrained_topk_cases,
+            tier="X",
+            dtypes=(torch.float32,),
+            modes=INFER,
+            strided=("logits",),
+        )
+    )
+    restricted_log_softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = field(
+        metadata=op(
+            restricted_log_softmax,
+            "hidden [..., D], weight [C, D] -> fp32 [..., C], fp32 [...]",
+            _restricted_log_softmax_cases,
+            tier="D",
+            modes=INFER,
+            needs=("linear.mm",),
+            decompose=_decompose_restricted_log_softmax,
+        )
+    )
+
+
+REFERENCE_SEARCH_OPS = reference_group(SearchOps)

@@ -7,11 +7,13 @@ operation is one field and one reference.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from ...core.errors import HardwareError
 from .draw import Draw
@@ -56,7 +58,8 @@ class OpSpec:
     configuration needs it. writes: arguments that are filled in place; every other argument stays as it was and no result
     shares memory with one. modes: infer, train (a gradient is needed) or both. graph_safe: implementations neither
     synchronise nor let shapes depend on values, so they can be captured. tolerance: by dtype of a result. needs, decompose:
-    for tier D, the fields it is made of, and how, given a lookup of those.
+    for tier D, the fields it is made of, and how, given a lookup of those. strided: arguments that may be views of wider
+    rows, as the parts of a fused product are; all others are contiguous. constants: floating arguments without a gradient.
     """
 
     reference: Function
@@ -70,15 +73,44 @@ class OpSpec:
     tolerance: Mapping[torch.dtype, Tolerance] = dataclasses.field(default_factory=lambda: TOLERANCES)
     needs: tuple[str, ...] = ()
     decompose: Callable[[Lookup], Function] | None = None
+    strided: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.tier == "D") == (self.decompose is not None), "tier D, and only it, says how it decomposes"
         assert bool(self.needs) == (self.decompose is not None), "what an operation decomposes into is named"
 
 
-def op(reference: Function, shapes: str, cases: Callable[[Draw], Iterator[Case]], **rest: Any) -> dict[str, OpSpec]:
-    """Metadata for a group's field: `rms_norm: Callable[…] = field(metadata=op(rms_norm, …, tier="R"))`."""
-    return {"spec": OpSpec(reference, shapes, cases, **rest)}
+def op(
+    reference: Function,
+    shapes: str,
+    cases: Callable[[Draw], Iterator[Case]],
+    *,
+    needs: tuple[str, ...] = (),
+    decompose: Callable[[Lookup], Function] | None = None,
+    **rest: Any,
+) -> dict[str, OpSpec]:
+    """Metadata for a group's field: `rms_norm: Callable[…] = field(metadata=op(rms_norm, …, tier="R"))`.
+
+    What `decompose` makes can do no more than the implementations it is made of, so it gets their claims.
+    """
+    made = None if decompose is None else functools.partial(_decompose_with_claims, decompose, needs)
+    return {"spec": OpSpec(reference, shapes, cases, needs=needs, decompose=made, **rest)}
+
+
+def _decompose_with_claims(decompose: Callable[[Lookup], Function], needs: tuple[str, ...], lookup: Lookup) -> Function:
+    parts = [claims_of(lookup(need)) for need in needs]
+    limits = [part.dtypes for part in parts if part.dtypes is not None]
+    return op_claims(
+        dtypes=tuple(dtype for dtype in limits[0] if all(dtype in limit for limit in limits)) if limits else None,
+        train=False if any(part.train is False for part in parts) else None,
+        graph_safe=False if any(part.graph_safe is False for part in parts) else None,
+    )(decompose(lookup))
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """What references compute in: fp32, or fp64 where the input is."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def group_specs(group: type) -> dict[str, OpSpec]:

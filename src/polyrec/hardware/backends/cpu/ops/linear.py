@@ -8,6 +8,7 @@ emits; it has no gradient, so only inference uses it. Everywhere else the refere
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,9 @@ BLOCK_ROWS = 512
 
 def cpu_linear_ops() -> LinearOps:
     """The products for this machine; the same machine always gets the same, so that runs repeat bit for bit."""
-    return LinearOps(mm=onednn_mm) if has_onednn_mm() and mkl_is_narrow() else REFERENCE_LINEAR_OPS
+    if has_onednn_mm() and mkl_is_narrow():
+        return replace(REFERENCE_LINEAR_OPS, mm=onednn_mm)
+    return REFERENCE_LINEAR_OPS
 
 
 def has_onednn_mm() -> bool:
