@@ -52,7 +52,7 @@ def test_listing_and_asking_import_nothing(modules):
 def test_one_broken_entry_does_not_stop_the_others(modules):
     broken = modules("polyrec_test_broken", "import polyrec_test_not_installed")
     registry = Registry("platform", {"good": "fractions:Fraction", "bad": f"{broken}:Backend"})
-    error = failure("registry_import_failed", lambda: registry.load("bad"))
+    error = failure("platform_import_failed", lambda: registry.load("bad"))
     assert isinstance(error.__cause__, ModuleNotFoundError)
     assert error.__cause__.name == "polyrec_test_not_installed"
     assert "polyrec_test_not_installed" in error.remedy
@@ -63,30 +63,46 @@ def test_a_missing_module_and_a_missing_attribute_are_told_apart():
     registry = Registry(
         "model", {"m": "polyrec_test_absent:Model", "a": "fractions:Nothing", "deep": "fractions:Fraction.no"}
     )
-    assert "polyrec_test_absent" in str(failure("registry_import_failed", lambda: registry.load("m")))
+    assert "polyrec_test_absent" in str(failure("model_import_failed", lambda: registry.load("m")))
     for name in ("a", "deep"):
-        error = failure("registry_attribute_missing", lambda name=name: registry.load(name))
+        error = failure("model_attribute_missing", lambda name=name: registry.load(name))
         assert isinstance(error.__cause__, AttributeError)
 
 
-def test_an_error_inside_the_module_is_not_taken_for_a_missing_one(modules):
-    module = modules("polyrec_test_faulty", "value = {}['key']")
-    with pytest.raises(KeyError):
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [("value = {}['key']", KeyError), ("raise RuntimeError('driver 1 is too old')", RuntimeError), ("(", SyntaxError)],
+)
+def test_whatever_a_module_raises_is_told_and_kept_as_the_cause(modules, text, cause):
+    module = modules("polyrec_test_faulty", text)
+    error = failure("attention_import_failed", lambda: Registry("attention", {"x": f"{module}:value"}).load("x"))
+    assert type(error.__cause__) is cause
+    assert all(words in error.message for words in (cause.__name__, str(error.__cause__), f"{module}:value"))
+
+
+def test_what_stops_the_process_is_not_taken_for_a_failed_import(modules):
+    module = modules("polyrec_test_interrupted", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
         Registry("model", {"x": f"{module}:value"}).load("x")
+
+
+@pytest.mark.parametrize("kind", ["platform", "model", "attention"])
+def test_codes_begin_with_the_kind(kind):
+    failure(f"{kind}_unknown", lambda: Registry(kind).load("x"))
 
 
 def test_an_unknown_name_lists_the_known_and_the_closest():
     registry = Registry("platform", {"nvidia": "a:B", "ascend": "a:C"})
-    error = failure("registry_name_unknown", lambda: registry.load("nvidea"))
+    error = failure("platform_unknown", lambda: registry.load("nvidea"))
     assert "ascend, nvidia" in error.message
     assert "'nvidia'" in error.remedy
-    assert "none" in failure("registry_name_unknown", lambda: Registry("model").path("x")).message
+    assert "none" in failure("model_unknown", lambda: Registry("model").path("x")).message
 
 
 def test_two_claims_to_one_name():
     registry = Registry("attention", {"sdpa": "a.b:C"})
     registry.register("sdpa", "a.b:C")
-    error = failure("registry_name_taken", lambda: registry.register("sdpa", "x.y:Z"))
+    error = failure("attention_taken", lambda: registry.register("sdpa", "x.y:Z"))
     assert "a.b:C" in error.message
     assert "x.y:Z" in error.message
     assert registry.path("sdpa") == "a.b:C"
@@ -94,7 +110,7 @@ def test_two_claims_to_one_name():
 
 @pytest.mark.parametrize("path", ["module", "module:", ":attribute", "a..b:c", "a b:c", "a:b:c", "a:b-c", ".a:b"])
 def test_a_malformed_path_is_refused_when_registered(path):
-    failure("registry_path_invalid", lambda: Registry("model").register("x", path))
+    failure("model_path_invalid", lambda: Registry("model").register("x", path))
 
 
 def test_registries_share_nothing():
