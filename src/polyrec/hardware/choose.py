@@ -87,7 +87,7 @@ def parse_device(device: str | None) -> tuple[str | None, int]:
     if device is None:
         return None, 0
     kind, colon, index = device.partition(":")
-    if not kind.isidentifier() or (colon and not index.isdigit()):
+    if not kind.isidentifier() or (colon and not (index.isascii() and index.isdigit())):
         raise HardwareError(
             "device_invalid", f"--device '{device}' is no device.", "Write TYPE or TYPE:INDEX, as cuda:0."
         )
