@@ -41,11 +41,11 @@ FAILURES = """
             return [error.code, str(error)]
         return None
 
-    found = {name: failure(lambda: get_hardware_backend(HardwareConfig(platform=name)))
+    found = {name: failure(lambda: get_hardware_backend(HardwareConfig(hardware_platform=name)))
              for name in ("cqu", "module_missing", "attribute_missing", "not_a_backend", "an_instance", "differs")}
     found["taken"] = failure(lambda: register_platform("cpu", "some_platforms:OtherName"))
     found["bad_path"] = failure(lambda: register_platform("bad", "no colon"))
-    found["works_after"] = get_hardware_backend(HardwareConfig(platform="cpu")).platform_name
+    found["works_after"] = get_hardware_backend(HardwareConfig(hardware_platform="cpu")).platform_name
     print(json.dumps(found))
 """
 
@@ -65,14 +65,14 @@ def failures():
 @pytest.mark.parametrize(
     ("case", "code", "words"),
     [
-        ("cqu", "registry_name_unknown", ["'cqu'", "cpu", "Did you mean 'cpu'?"]),
-        ("module_missing", "registry_import_failed", ["no_such_module_anywhere", "module_missing"]),
-        ("attribute_missing", "registry_attribute_missing", ["some_platforms:Absent"]),
+        ("cqu", "platform_unknown", ["'cqu'", "cpu", "Did you mean 'cpu'?"]),
+        ("module_missing", "platform_import_failed", ["no_such_module_anywhere", "module_missing"]),
+        ("attribute_missing", "platform_attribute_missing", ["some_platforms:Absent"]),
         ("not_a_backend", "platform_not_a_backend", ["not_a_backend", "dict"]),
         ("an_instance", "platform_not_a_backend", ["an_instance"]),
         ("differs", "platform_name_differs", ["'differs'", "'other'"]),
-        ("taken", "registry_name_taken", ["cpu", "OtherName"]),
-        ("bad_path", "registry_path_invalid", ["no colon"]),
+        ("taken", "platform_taken", ["cpu", "OtherName"]),
+        ("bad_path", "platform_path_invalid", ["no colon"]),
     ],
 )
 def test_each_failure_has_its_code_and_names_the_cause(failures, case, code, words):
@@ -92,11 +92,11 @@ def test_a_process_has_one_backend():
         import json
         from polyrec.core.errors import HardwareError
         from polyrec.hardware import HardwareConfig, get_hardware_backend
-        first = get_hardware_backend(HardwareConfig(platform="cpu"))
-        same = get_hardware_backend(HardwareConfig(platform="cpu")) is first
+        first = get_hardware_backend(HardwareConfig(hardware_platform="cpu"))
+        same = get_hardware_backend(HardwareConfig(hardware_platform="cpu")) is first
         unasked = get_hardware_backend() is first
         try:
-            get_hardware_backend(HardwareConfig(platform="elsewhere"))
+            get_hardware_backend(HardwareConfig(hardware_platform="elsewhere"))
         except HardwareError as error:
             print(json.dumps({"same": same, "unasked": unasked, "code": error.code, "text": str(error)}))
         """
@@ -125,7 +125,7 @@ def test_auto_without_an_accelerator_is_the_cpu():
     backend = get_hardware_backend()
     assert isinstance(backend, HardwareBackend)
     assert backend.platform_name in platform_names()
-    assert get_hardware_backend(HardwareConfig(platform="auto")) is backend
+    assert get_hardware_backend(HardwareConfig(hardware_platform="auto")) is backend
 
 
 def test_an_unknown_setting_is_refused():
