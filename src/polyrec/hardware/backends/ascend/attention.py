@@ -1,0 +1,227 @@
+"""Attention of prompts and of the search through npu_fused_infer_attention_score, which takes sequence lengths from the host.
+
+Prompts are padded to one length [R, L, heads, D] (layout BSND). A captured call becomes a task of the graph (`graph.Capture`),
+whose lengths are the state `lengths` of `CapturedGraph.update`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....core.errors import HardwareError
+from ...base.attention import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionPlan,
+    AttentionSupport,
+    KeyValueCache,
+    PackedLayout,
+    SearchAttention,
+)
+from ...ops import PlatformOps
+from .graph import Numbers, current_capture
+from .library import load_library
+
+STATE = "lengths"
+NO_MASK = 0  # sparse_mode: with no mask given, every query sees its request's whole prompt
+CAUSAL = 2  # sparse_mode: query i sees keys 0…i; the mask is a lower triangle of this fixed size, whatever the lengths
+MASK_SIZE = 2048
+Pair = tuple[Tensor, Tensor]
+
+
+class AscendAttention(AttentionBackend):
+    """Inference in 16 bits. library: torch_npu, or what stands in for it."""
+
+    support = AttentionSupport(
+        head_dims=tuple(range(16, 513, 16)),
+        dtypes=(torch.bfloat16, torch.float16),
+        platforms=("ascend",),
+    )
+
+    def __init__(self, needs: AttentionNeeds, ops: PlatformOps, library: Any = None) -> None:
+        super().__init__(needs, ops)
+        self.kernel = FusedAttention(load_library() if library is None else library, needs)
+
+    def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
+        if layout.branch is not None:
+            raise HardwareError(
+                "attention_unsupported",
+                "Attention 'ascend' has no branches, which only training packs.",
+                "Use --attention sdpa.",
+            )
+        return PromptPlan(self.kernel, self.ops, layout, cache)
+
+    def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
+        return AscendSearch(self.kernel, layout, cache, num_kept)
+
+
+class FusedAttention:
+    """Calls the kernel, in a task of its own where a capture is under way."""
+
+    def __init__(self, library: Any, needs: AttentionNeeds) -> None:
+        self._library = library
+        self.needs = needs
+        self._causal_mask: Tensor | None = None
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths, *, causal: bool) -> Pair:
+        """query [R, Q, H, D], key and value [R, L, KV, D] -> (attention [R, Q, H, D], log-sum-exp fp32 [R, H, Q, 1]).
+
+        Each row of keys ends at its request's length. causal: queries stand at the same places as keys, and end there too;
+        no log-sum-exp then, but an fp32 [1] of nothing.
+        """
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        # The mask's layout is fixed for several queries; a single one stands at the only key and needs none.
+        mask = self._mask(query.device) if causal and query.shape[1] > 1 else None
+        options = {
+            "atten_mask": mask,
+            "num_heads": query.shape[2],
+            "num_key_value_heads": key.shape[2],
+            "scale": query.shape[3] ** -0.5,
+            "input_layout": "BSND",
+            "sparse_mode": CAUSAL if mask is not None else NO_MASK,
+            "softmax_lse_flag": not causal,
+        }
+        capture = current_capture()
+        numbers = {STATE: lengths.on_host(capturing=capture is not None)}
+
+        def of_queries(now: Numbers) -> list[int] | None:
+            return now[STATE] if causal else None
+
+        if capture is None:
+            return self._library.npu_fused_infer_attention_score(
+                query,
+                key,
+                value,
+                actual_seq_lengths=of_queries(numbers),
+                actual_seq_lengths_kv=numbers[STATE],
+                **options,
+            )
+        # The workspace is for the largest lengths of these shapes, so later launches of the task fit into it.
+        workspace = self._library._npu_fused_infer_attention_score_get_max_workspace(
+            query,
+            key,
+            value,
+            actual_seq_lengths=of_queries(numbers),
+            actual_seq_lengths_kv=numbers[STATE],
+            **options,
+        )
+        out = torch.empty_like(query)
+        lse_shape = (1,) if causal else (query.shape[0], query.shape[2], query.shape[1], 1)
+        lse = query.new_empty(lse_shape, dtype=torch.float32)
+
+        def launch(now: Numbers) -> None:
+            self._library.npu_fused_infer_attention_score.out(
+                query,
+                key,
+                value,
+                actual_seq_lengths=of_queries(now),
+                actual_seq_lengths_kv=now[STATE],
+                workspace=workspace,
+                out=[out, lse],
+                **options,
+            )
+
+        capture.task(launch, numbers)
+        return out, lse
+
+    def _mask(self, device: torch.device) -> Tensor:
+        """bool [2048, 2048], True where a query does not see a key; made in the warm-up, before any capture."""
+        if self._causal_mask is None:
+            ones = torch.ones((MASK_SIZE, MASK_SIZE), dtype=torch.bool, device=device)
+            self._causal_mask = torch.triu(ones, diagonal=1)
+        return self._causal_mask
+
+
+class PackedLengths:
+    """The lengths of a layout's requests, as the host knows them."""
+
+    def __init__(self, layout: PackedLayout) -> None:
+        self._lengths = layout.lengths
+        self._longest = layout.padded.shape[1]
+        self._known: list[int] | None = None
+
+    def on_host(self, *, capturing: bool) -> list[int]:
+        """Read once for all layers. A capture may not wait for the device: there, the longest stands in until `update`."""
+        if capturing and self._lengths.device.type != "cpu":
+            return [self._longest] * len(self._lengths)
+        if self._known is None:
+            self._known = self._lengths.tolist()
+        return self._known
+
+
+class PromptPlan:
+    """Prompts, packed, each seeing itself; keys and values are kept in `cache`, slot t for token t."""
+
+    def __init__(
+        self, kernel: FusedAttention, ops: PlatformOps, layout: PackedLayout, cache: KeyValueCache | None
+    ) -> None:
+        self._kernel = kernel
+        self._ops = ops
+        self._layout = layout
+        self._cache = cache
+        self._lengths = PackedLengths(layout)
+        self._slots = torch.arange(len(layout.flat), device=layout.flat.device)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._cache is not None:
+            self._ops.kv.write(key, value, *self._cache.layer(layer), self._slots)
+        padded = self._layout.padded
+        out, _ = self._kernel.run(query[padded], key[padded], value[padded], self._lengths, causal=True)
+        return out.flatten(0, 1).index_select(0, self._layout.flat).flatten(1)
+
+
+class AscendSearch(SearchAttention):
+    """A batch's search: prompts gathered once, and the keys and values of the beams' own tokens, by pass and beam."""
+
+    def __init__(self, kernel: FusedAttention, layout: PackedLayout, cache: KeyValueCache, num_kept: int) -> None:
+        self.kernel = kernel
+        self.num_requests = len(layout.padded)
+        self.lengths = PackedLengths(layout)
+        layers = range(kernel.needs.num_layers)
+        caches = [cache.layer(layer) for layer in layers]
+        self.prompt = [(keys[layout.padded], values[layout.padded]) for keys, values in caches]
+        self.own: list[list[Pair | None]] = [[None] * num_kept for _ in layers]
+
+    def step(self, ancestors: Tensor, *, last: bool) -> AttentionPlan:
+        return BeamPlan(self, ancestors, last=last)
+
+
+class BeamPlan:
+    """One pass of a search; its keys and values are kept for later ones, unless it is the last."""
+
+    def __init__(self, search: AscendSearch, ancestors: Tensor, *, last: bool) -> None:
+        self._search = search
+        self._ancestors = ancestors
+        self._last = last
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        search = self._search
+        rows, heads, dim = query.shape
+        # All beams of a request are queries against one copy of its prompt.
+        by_request = query.unflatten(0, (search.num_requests, -1))
+        out, lse = search.kernel.run(by_request, *search.prompt[layer], search.lengths, causal=False)
+        parts = [out.flatten(0, 1).float()]
+        scores = [lse.squeeze(-1).transpose(1, 2).flatten(0, 1)]
+        group = heads // key.shape[1]
+        scaled = query.float() * dim**-0.5
+        for own_key, own_value in self._own(layer, key, value):
+            scores.append((scaled * own_key.repeat_interleave(group, 1)).sum(-1))
+            parts.append(own_value.repeat_interleave(group, 1).float())
+        # The prompt counts as one token whose score is its log-sum-exp, so one small softmax merges all parts.
+        weights = torch.softmax(torch.stack(scores), 0).unsqueeze(-1)
+        merged = (weights * torch.stack(parts)).sum(0)
+        return merged.to(query.dtype).reshape(rows, heads * dim)
+
+    def _own(self, layer: int, key: Tensor, value: Tensor) -> list[Pair]:
+        """Keys and values [R · W, KV, D] of each token the beams have taken, the new one last; keeps the new one."""
+        kept, own = self._search.own[layer], []
+        for step, rows in enumerate(self._ancestors.unbind(1)):
+            earlier = kept[step]
+            assert earlier is not None, f"pass {step} was not kept"
+            own.append((earlier[0][rows], earlier[1][rows]))
+        if not self._last:
+            kept[self._ancestors.shape[1]] = (key, value)
+        return [*own, (key, value)]
