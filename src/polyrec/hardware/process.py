@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,55 +12,67 @@ from ..core.config import make_settings
 from ..core.errors import HardwareError
 from .attention_choice import AttentionChoice
 from .base.backend import HardwareBackend
-from .base.config import HardwareConfig
+from .base.config import AUTO, HardwareConfig
 from .choose import choose_platform
 from .plugin.common import Plugins, configure_plugins
+from .plugin.declare import API_VERSION
 from .plugin.ops import verify_ops
-from .table import resolve
+from .plugin.records import refuse_while_loading
+from .table import implementation_name, resolve
 
 
 @dataclass(frozen=True)
 class HardwarePlan:
-    """What a parent process runs on, for its workers: JSON-able by `to_dict`, and compared by `fingerprint`."""
+    """What a parent process runs on, for its workers: picklable, JSON-able by `to_dict`, compared by `fingerprint`.
+
+    rows: the op table. attention: what is asked for, the order of the built-in ones, and the plugins' by name.
+    """
 
     config: HardwareConfig
     platform: str
     fingerprint: str
     rows: tuple[dict[str, Any], ...]
+    attention: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it; `from_dict` reads it back."""
         return {
             "config": self.config.model_dump(mode="json"),
             "platform": self.platform,
             "fingerprint": self.fingerprint,
             "rows": list(self.rows),
+            "attention": self.attention,
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HardwarePlan:
+        """The plan that `to_dict` wrote."""
         config = make_settings(HardwareConfig, values["config"], "the parent's plan")
-        return cls(config, values["platform"], values["fingerprint"], tuple(values["rows"]))
+        return cls(config, values["platform"], values["fingerprint"], tuple(values["rows"]), values["attention"])
 
 
 _chosen: list[tuple[HardwareConfig, HardwareBackend]] = []  # one per process, as DESIGN section 5 allows
+_choosing = threading.RLock()  # two threads that ask at once get one object
 
 
 def get_hardware_backend(config: HardwareConfig | None = None, *, plan: HardwarePlan | None = None) -> HardwareBackend:
     """Builds the hardware once per process and returns the same object after; a different config is `hardware_chosen_already`.
 
     config None: the plan's, else what was chosen before, else auto. plan: the parent's; a worker whose operations differ is
-    refused with `plan_differs`.
+    refused with `plan_differs`. A failure chooses nothing, and what was chosen before stays.
     """
+    refuse_while_loading("get_hardware_backend")
     if config is None and plan is not None:
         config = plan.config.model_copy(update={"hardware_platform": plan.platform})
-    if not _chosen:
-        config = config or HardwareConfig()
-        backend = build_hardware_backend(config)
-        if plan is not None:
-            check_plan(backend, plan)
-        _chosen.append((config, backend))
-        return backend
-    earlier, backend = _chosen[0]
+    with _choosing:
+        if not _chosen:
+            config = config or HardwareConfig()
+            backend = build_hardware_backend(config)
+            if plan is not None:
+                check_plan(backend, plan)
+            _chosen.append((config, backend))
+            return backend
+        earlier, backend = _chosen[0]
     if config is not None and _settled(config, backend) != _settled(earlier, backend):
         differing = [name for name in type(config).model_fields if getattr(config, name) != getattr(earlier, name)]
         raise HardwareError(
@@ -75,7 +90,8 @@ def get_hardware_backend(config: HardwareConfig | None = None, *, plan: Hardware
 
 
 def build_hardware_backend(config: HardwareConfig) -> HardwareBackend:
-    """Chooses a platform, loads plugins, builds and verifies. Leaves no trace in the process if anything fails."""
+    """Chooses a platform, loads plugins, builds and verifies. Pure: whatever the process has chosen is left as it is."""
+    refuse_while_loading("build_hardware_backend")
     choice = choose_platform(config)
     plugins = configure_plugins(config, choice.cls.platform_name)
     backend: HardwareBackend = choice.cls()  # type: ignore[call-arg]  # a platform's own constructor needs no arguments
@@ -86,49 +102,72 @@ def build_hardware_backend(config: HardwareConfig) -> HardwareBackend:
 
 def plan_of(config: HardwareConfig, backend: HardwareBackend) -> HardwarePlan:
     """What a worker of this process must run on."""
-    rows = tuple(row.to_dict() for row in backend.table.rows)
-    return HardwarePlan(config, backend.platform_name, fingerprint(backend), rows)
+    rows = tuple(json.loads(json.dumps(row.to_dict())) for row in backend.table.rows)
+    return HardwarePlan(config, backend.platform_name, fingerprint(backend), rows, _attention_of(backend))
 
 
 def fingerprint(backend: HardwareBackend) -> str:
-    """Of the operations: their implementations, plugins and versions."""
-    return backend.table.fingerprint
+    """SHA-256 of the platform, its operations and its attention: their implementations, plugins and versions."""
+    parts = [backend.platform_name, API_VERSION, backend.table.fingerprint, _attention_of(backend)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def check_plan(backend: HardwareBackend, plan: HardwarePlan) -> None:
     """`plan_differs`, with every field whose implementation is another one than in the parent."""
-    if backend.platform_name == plan.platform and fingerprint(backend) == plan.fingerprint:
+    if fingerprint(backend) == plan.fingerprint:
         return
+    here = {row.field: row.to_dict() for row in backend.table.rows}
     parent = {row["field"]: row for row in plan.rows}
     differing = [
-        f"{row.field}: here {row.implementation or 'absent'} {row.source}".rstrip()
-        + f", in the parent {parent.get(row.field, {}).get('implementation') or 'absent'} "
-        + str(parent.get(row.field, {}).get("source", ""))
-        for row in backend.table.rows
-        if (own := row.to_dict()) != {**own, **parent.get(row.field, {"field": ""})}
+        f"{field}: here {_shown(here.get(field))}, in the parent {_shown(parent.get(field))}"
+        for field in dict.fromkeys([*here, *parent])
+        if json.dumps(here.get(field), sort_keys=True) != json.dumps(parent.get(field), sort_keys=True)
+    ]
+    own = _attention_of(backend)
+    differing += [
+        f"attention ({key}): here {own[key]}, in the parent {plan.attention.get(key)}"
+        for key in own
+        if own[key] != plan.attention.get(key)
     ]
     raise HardwareError(
         "plan_differs",
         f"This worker (platform '{backend.platform_name}') does not run what its parent ('{plan.platform}') runs. "
-        + "; ".join(part.rstrip() for part in differing),
+        + ("; ".join(differing) or "They are of different versions of Polyrec")
+        + ".",
         "Install the same packages in the same versions for both processes.",
+    )
+
+
+def _attention_of(backend: HardwareBackend) -> dict[str, Any]:
+    """What decides which attention a model gets."""
+    choice = backend.attention
+    plugins = {
+        name: f"{implementation_name(plugin.cls)} {plugin.source}" for name, plugin in sorted(choice.plugins.items())
+    }
+    return {"asked": choice.asked, "order": list(choice.order), "plugins": plugins}
+
+
+def _shown(row: dict[str, Any] | None) -> str:
+    """A row of the op table in a message."""
+    if row is None or not row["implementation"]:
+        return "absent"
+    return f"{row['implementation']} {row['source']}".rstrip() + (
+        "" if row["origin"] != "decomposed" else " (fallback)"
     )
 
 
 def _assemble(backend: HardwareBackend, plugins: Plugins, config: HardwareConfig) -> None:
     """Merges the plugins, checks their numbers, and settles the choice of attention."""
     cls = type(backend)
-    backend.table = resolve(cls, backend.ops, plugins.replacements, config.fallback, config.purpose)
+    table = resolve(cls, backend.ops, plugins.replacements, config.fallback, config.purpose)
     verify_ops(plugins.replacements, backend, config)
-    backend.ops = backend.table.ops
-    backend.attention = AttentionChoice(config.attention, cls.platform_name, cls.attention_order, plugins.attention)
-    backend.attention.check()
+    attention = AttentionChoice(config.attention, cls.platform_name, cls.attention_order, plugins.attention)
+    attention.check()
+    backend.table, backend.ops, backend.attention = table, table.ops, attention
 
 
 def _settled(config: HardwareConfig, backend: HardwareBackend) -> HardwareConfig:
     """The config with its platform and device as they came out: `auto` on a CPU and `cpu` are the same."""
-    from .base.config import AUTO
-
     auto = config.hardware_platform == AUTO and config.device is None
     platform = backend.platform_name if auto else config.hardware_platform
     return config.model_copy(update={"hardware_platform": platform, "allow_cpu": False})

@@ -12,14 +12,18 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..core.errors import HardwareError
 from .base.config import Fallback, Purpose
-from .ops import PlatformOps
+from .ops import PlatformOps, op_groups
 from .ops.spec import Claims, Function, Missing, OpSpec, Tier, claims_of, group_specs
+from .plugin.source import PluginSource
+
+if TYPE_CHECKING:
+    from .base.backend import HardwareBackend
 
 Origin = Literal["built-in", "reference", "inherited", "plugin", "decomposed", "absent"]
 _log = logging.getLogger("polyrec.hardware")
@@ -27,11 +31,10 @@ _log = logging.getLogger("polyrec.hardware")
 
 @dataclass(frozen=True)
 class Replacement:
-    """A plugin's implementation of one field. source: the plugin with distribution and version, as it is shown."""
+    """A plugin's implementation of one field."""
 
     function: Function
-    plugin: str
-    source: str
+    source: PluginSource
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,15 @@ class Calls:
 
 @dataclass(frozen=True)
 class OpTable:
-    """ops: what the layers call. rows: every field in order. calls: counters by field, of fallbacks and plugins' fields."""
+    """ops: what the layers call. rows: every field in order. calls: counters by field, of fallbacks and plugins' fields.
+
+    purpose: what the process is for.
+    """
 
     ops: PlatformOps
     rows: tuple[OpRow, ...]
     calls: Mapping[str, Calls]
+    purpose: Purpose
 
     def row(self, field: str) -> OpRow:
         """The row of `group.field`."""
@@ -76,8 +83,13 @@ class OpTable:
         return {row.field: self.calls[row.field].count for row in self.rows if row.fallback}
 
     def never_called(self) -> list[OpRow]:
-        """Plugins' fields that nothing has called yet."""
-        return [row for row in self.rows if row.origin == "plugin" and self.calls[row.field].count == 0]
+        """Plugins' fields that nothing has called yet, of those that the process's purpose may call."""
+        specs = all_specs()
+        return [
+            row
+            for row in self.rows
+            if row.origin == "plugin" and self.calls[row.field].count == 0 and self.purpose in specs[row.field].modes
+        ]
 
     def unsupported(self, dtype: torch.dtype) -> list[OpRow]:
         """Fields whose specification takes `dtype`, and whose implementation does not."""
@@ -104,14 +116,6 @@ def all_specs() -> dict[str, OpSpec]:
     return specs
 
 
-def op_groups() -> dict[str, type]:
-    """Group name -> its dataclass, in the order of `PlatformOps`."""
-    import typing
-
-    hints = typing.get_type_hints(PlatformOps)
-    return {field.name: hints[field.name] for field in dataclasses.fields(PlatformOps)}
-
-
 def resolve(
     platform: type, ops: PlatformOps, replacements: Mapping[str, Replacement], fallback: Fallback, purpose: Purpose
 ) -> OpTable:
@@ -128,7 +132,20 @@ def resolve(
         groups.setdefault(group, {})[name] = function
     built = {name: cls(**groups[name]) for name, cls in op_groups().items()}
     rows = tuple(resolver.rows[field] for field in resolver.specs)
-    return OpTable(PlatformOps(**built), rows, resolver.calls)
+    return OpTable(PlatformOps(**built), rows, resolver.calls, purpose)
+
+
+def report_never_called(backend: HardwareBackend) -> None:
+    """Warns of plugins' operations that a first batch or step did not call: they were loaded and change nothing.
+
+    For the engine after its first batch, and the trainer after its first step.
+    """
+    for row in backend.table.never_called():
+        _log.warning(
+            "[plugin_never_called] '%s' of plugin %s was not called: this model, or the way it runs here, does not use it.",
+            row.field,
+            row.source,
+        )
 
 
 class _Resolver:
@@ -176,7 +193,7 @@ class _Resolver:
         if self._infer_only:
             raise HardwareError(
                 "op_infer_only",
-                f"Training needs gradients, which these plugins' operations do not give: {', '.join(self._infer_only)}.",
+                f"Training needs gradients, which these operations do not give: {', '.join(self._infer_only)}.",
                 "Train without these plugins, or use versions with a backward pass.",
             )
 
@@ -185,8 +202,8 @@ class _Resolver:
         if replacement is not None:
             if self._lacks_gradient(replacement.function, spec):
                 self._infer_only.append(f"{field} of {replacement.source}")
-            self._add_row(field, spec, replacement.function, "plugin", replacement.source)
-            return self._counted(field, replacement.function, warn=False)
+            self._add_row(field, spec, replacement.function, "plugin", str(replacement.source))
+            return self._counted(field, replacement.function)
         group, _, name = field.partition(".")
         function = getattr(getattr(self._ops, group), name)
         if isinstance(function, Missing) or self._lacks_gradient(function, spec):
@@ -197,32 +214,32 @@ class _Resolver:
 
     def _fall_back(self, field: str, spec: OpSpec, infer_only: Function | None) -> Function:
         """What stands in for a missing field; infer_only: the platform's own, which cannot be trained with."""
-        made = None
-        if spec.decompose is not None:
-            parts = [self.get(need) for need in spec.needs]
-            made = None if any(isinstance(part, Missing) for part in parts) else spec.decompose(self.get)
+        needed = self._purpose == "train" or "infer" in spec.modes  # training infers too, when it validates
+        made, source = None, "reference"
+        if spec.decompose is not None and not any(isinstance(self.get(need), Missing) for need in spec.needs):
+            made, source = spec.decompose(self.get), " + ".join(spec.needs)
         elif infer_only is not None:
             made = spec.reference
         if made is None:
-            if spec.tier == "R":
+            if spec.tier == "R" and needed:
                 self._missing.append(field)
-            return self._absent(field, spec)
-        if self._fallback == "strict":
+            self.rows[field] = OpRow(field, "", "absent", "", spec.tier, False, (), False, False)
+            return Missing(field)
+        if self._fallback == "strict" and needed:
             self._refused.append(field)
-        self._add_row(field, spec, made, "decomposed", " + ".join(spec.needs) or "reference", fallback=True)
-        return self._counted(field, made, warn=self._fallback == "warn")
-
-    def _absent(self, field: str, spec: OpSpec) -> Function:
-        self.rows[field] = OpRow(field, "", "absent", "", spec.tier, False, (), False, False)
-        return Missing(field)
+        self._add_row(field, spec, made, "decomposed", source, fallback=True)
+        lack = f"has no '{field}'" + ("" if infer_only is None else " with a gradient")
+        return self._counted(field, made, lack if self._fallback == "warn" else "")
 
     def _lacks_gradient(self, function: Function, spec: OpSpec) -> bool:
         return self._purpose == "train" and "train" in spec.modes and claims_of(function).train is False
 
     def _origin(self, function: Function) -> tuple[Origin, str]:
-        """The platform's own module, the reference, or another platform's folder."""
+        """The platform's own module (elsewhere: its package), the reference, or another platform's folder."""
         module = _module(function)
         own = self._platform.__module__
+        if (root := own.split(".")[0]) != __name__.split(".")[0]:
+            own = root
         if module == own or module.startswith(f"{own}."):
             return "built-in", ""
         if module.startswith(f"{__package__}.ops"):
@@ -246,18 +263,18 @@ class _Resolver:
             graph_safe=spec.graph_safe and claims.graph_safe is not False,
         )
 
-    def _counted(self, field: str, function: Function, *, warn: bool) -> Function:
-        """The function with a counter; a fallback's first call is reported."""
+    def _counted(self, field: str, function: Function, lack: str = "") -> Function:
+        """The function with a counter. lack: what the platform has not; reported at the first call."""
         calls = self.calls[field] = Calls()
         platform = self._platform.platform_name  # type: ignore[attr-defined]
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if warn and calls.count == 0:
+            if lack and calls.count == 0:
                 _log.warning(
-                    "[op_fallback] Platform '%s' has no '%s': it runs as %s, which is slower. `polyrec devices` lists all.",
+                    "[op_fallback] Platform '%s' %s: it runs as %s, which is slower. `polyrec devices` lists all.",
                     platform,
-                    field,
+                    lack,
                     self.rows[field].source,
                 )
             calls.count += 1
