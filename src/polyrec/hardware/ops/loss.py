@@ -53,6 +53,7 @@ class LossOps:
             _loss_cases,
             tier="R",
             modes=TRAIN,
+            rounds_inside=True,
         )
     )
     token_logp: Callable[[Tensor, Tensor, Tensor], Tensor] = field(
@@ -63,6 +64,7 @@ class LossOps:
             tier="D",
             needs=("loss.linear_cross_entropy",),
             decompose=_decompose_token_logp,
+            rounds_inside=True,
         )
     )
 

@@ -118,6 +118,7 @@ class MoeOps:
             tier="D",
             needs=("moe.permute", "linear.grouped_mm", "act.silu_and_mul"),
             decompose=_decompose_experts,
+            rounds_inside=True,
         )
     )
 

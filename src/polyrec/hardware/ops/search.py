@@ -237,6 +237,7 @@ class SearchOps:
             modes=INFER,
             needs=("linear.mm",),
             decompose=_decompose_restricted_log_softmax,
+            rounds_inside=True,
         )
     )
 

@@ -60,6 +60,7 @@ class OpSpec:
     synchronise nor let shapes depend on values, so they can be captured. tolerance: by dtype of a result. needs, decompose:
     for tier D, the fields it is made of, and how, given a lookup of those. strided: arguments that may be views of wider
     rows, as the parts of a fused product are; all others are contiguous. constants: floating arguments without a gradient.
+    rounds_inside: fp32 results come from values that were rounded to the inputs' dtype, so that one's tolerance is theirs.
     """
 
     reference: Function
@@ -75,6 +76,14 @@ class OpSpec:
     decompose: Callable[[Lookup], Function] | None = None
     strided: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    rounds_inside: bool = False
+
+    def limits(self, case_dtype: torch.dtype) -> Mapping[torch.dtype, Tolerance]:
+        """Tolerances by dtype of a result, for inputs in `case_dtype`."""
+        if not self.rounds_inside:
+            return self.tolerance
+        inside = self.tolerance[case_dtype]
+        return {dtype: max(own, inside, key=lambda one: one.relative) for dtype, own in self.tolerance.items()}
 
     def __post_init__(self) -> None:
         assert (self.tier == "D") == (self.decompose is not None), "tier D, and only it, says how it decomposes"
