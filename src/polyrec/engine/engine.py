@@ -54,7 +54,7 @@ class Engine:
         rows = tuple(
             (start, start + size) for start, size in zip(layout.level_starts, layout.codebook_sizes, strict=True)
         )
-        head = RestrictedHead(model.head_weight.detach(), rows, config.score_rule, backend.ops.linear)
+        head = RestrictedHead(model.head_weight.detach(), rows, config.score_rule, backend.ops)
         self._runner = Runner(Searcher(model, layout, trie, head, backend), backend)
         self._waiting: deque[Waiting] = deque()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.request import ScoreRule
-from ..hardware.ops import LinearOps
+from ..hardware.ops import PlatformOps
 
 
 class LevelLogits(NamedTuple):
@@ -25,9 +25,10 @@ class RestrictedHead:
     """
 
     def __init__(
-        self, weight: Tensor, level_rows: tuple[tuple[int, int], ...], rule: ScoreRule, ops: LinearOps
+        self, weight: Tensor, level_rows: tuple[tuple[int, int], ...], rule: ScoreRule, ops: PlatformOps
     ) -> None:
-        self._mm = ops.mm
+        self._mm = ops.linear.mm
+        self._log_softmax = ops.search.restricted_log_softmax
         self._levels = [weight[start:stop] for start, stop in level_rows]  # views: no copy of the weight
         self._rule = rule
         self._weight = weight
@@ -35,10 +36,10 @@ class RestrictedHead:
 
     def __call__(self, hidden: Tensor, level: int) -> LevelLogits:
         """hidden [..., D] (normed) and a level from 0 -> its logits and normaliser."""
+        if self._rule == "level":
+            return LevelLogits(*self._log_softmax(hidden, self._levels[level]))
         logits = self._mm(hidden, self._levels[level], None).float()
         if self._rule == "children":
             return LevelLogits(logits, None)
-        if self._rule == "level":
-            return LevelLogits(logits, logits.logsumexp(-1))
         weight = self._weight if self._sid_weight is None else self._sid_weight
         return LevelLogits(logits, self._mm(hidden, weight, None).float().logsumexp(-1))
