@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
+from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.cpu import CpuBackend
+from polyrec.hardware.backends.machine import Machine
 from polyrec.hardware.base.graph import CapturedGraph, Graph
 from polyrec.hardware.base.runtime import Runtime
 from polyrec.hardware.ops import REFERENCE_OPS, PlatformOps
@@ -60,7 +64,7 @@ def test_seed_and_state_repeat_draws(backend):
     runtime.seed(5)
     first = torch.rand(3)
     state = runtime.rng_state()
-    assert state.dtype == torch.uint8
+    assert {name: part.dtype for name, part in state.items()} == {"host": torch.uint8}
     second = torch.rand(3)
     runtime.set_rng_state(state)
     assert torch.equal(torch.rand(3), second)
@@ -102,3 +106,97 @@ def test_nothing_limits_graphs(backend):
     assert backend.graph.budget() is None
     graphs = [backend.graph.capture(lambda number=number: number) for number in range(50)]
     assert [graph.replay() for graph in graphs] == list(range(50))
+
+
+def test_generators_of_another_platform_are_refused(backend):
+    state = {**backend.runtime.rng_state(), "device": torch.zeros(16, dtype=torch.uint8)}
+    with pytest.raises(HardwareError, match=r"\['device', 'host'\].*\['host'\]") as caught:
+        backend.runtime.set_rng_state(state)
+    assert caught.value.code == "rng_state_of_another_platform"
+
+
+def test_the_host_is_one_device(backend):
+    runtime = backend.runtime
+    assert runtime.device_count() == 1
+    runtime.select(0)
+    with pytest.raises(HardwareError, match="cpu:1") as caught:
+        runtime.select(1)
+    assert caught.value.code == "device_index"
+    assert runtime.device_name() in str(caught.value)
+
+
+def test_the_current_stream_is_the_one_in_use_in_its_own_thread(backend):
+    runtime = backend.runtime
+    default, stream = runtime.current_stream(), runtime.stream()
+    seen = []
+    with runtime.use_stream(stream):
+        assert runtime.current_stream() is stream
+        thread = threading.Thread(target=lambda: seen.append(runtime.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen == [default]
+    assert runtime.current_stream() is default
+    stream.wait_stream(default)
+    stream.synchronize()
+
+
+def test_events_measure_milliseconds(backend):
+    start, end = (backend.runtime.event(timing=True) for _ in range(2))
+    start.record()
+    before = time.perf_counter()
+    time.sleep(0.02)
+    least = (time.perf_counter() - before) * 1e3
+    end.record(backend.runtime.current_stream())
+    backend.runtime.stream().wait_event(end)
+    end.synchronize()
+    assert end.query()
+    assert least <= start.elapsed_time(end)
+    with pytest.raises(AssertionError, match="timing"):
+        start.elapsed_time(backend.runtime.event())
+
+
+def test_an_asynchronous_copy_is_a_snapshot(backend):
+    tensor = torch.arange(4)
+    copy, event = backend.runtime.to_host_async(tensor)
+    event.synchronize()
+    tensor.zero_()
+    assert copy.tolist() == [0, 1, 2, 3]
+    assert torch.equal(backend.runtime.pin(copy), copy)
+
+
+def test_a_range_and_the_profiler_are_torchs(backend):
+    runtime = backend.runtime
+    with torch.profiler.profile(activities=runtime.profiler_activities()) as profile, runtime.range("{braces}"):
+        torch.ones(3).sum()
+    assert any("sum" in event.key for event in profile.key_averages())
+    backend.runtime.empty_cache()
+
+
+def test_a_closed_graph_is_not_replayed(backend):
+    captured = backend.graph.capture(lambda: 1, backend.graph.new_pool())
+    captured.close()
+    with pytest.raises(AssertionError, match="closed"):
+        captured.replay()
+
+
+def test_capabilities_claim_what_is_true(backend):
+    capabilities = backend.capabilities
+    claims = {"fp8": capabilities.fp8, "captures": capabilities.captures, "async": capabilities.async_copies}
+    assert claims == dict.fromkeys(claims, False)
+    for dtype in capabilities.dtypes:
+        assert torch.nn.functional.linear(torch.ones(2, 4, dtype=dtype), torch.ones(3, 4, dtype=dtype))[0, 0] == 4
+
+
+def test_the_probe_names_the_processor(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor: 0\nmodel name\t: Made-up 9000\n")
+    probe = CpuBackend.probe(Machine(tmp_path))
+    assert probe.state == "usable"
+    assert probe.devices[0].startswith("Made-up 9000, ")
+    assert CpuBackend.probe(Machine(tmp_path / "nowhere")).devices[0].endswith(" cores")
+
+
+def test_parts_of_another_backend_are_taken(backend):
+    runtime, graph = type(backend.runtime)(), type(backend.graph)()
+    other = CpuBackend(runtime=runtime, graph=graph, ops=REFERENCE_OPS)
+    assert (other.runtime, other.graph, other.ops) == (runtime, graph, REFERENCE_OPS)

@@ -11,19 +11,21 @@ from safetensors.torch import load_file, save_file
 
 from ..core.errors import TrainingError
 from ..core.files import atomic_folder, read_json, write_json
+from ..hardware.base.runtime import RngState
 from .trainer import Progress, Trainer
 
 _PREFIX = "step-"
 
 
-def save_checkpoint(
-    folder: Path, trainer: Trainer, rng: torch.Tensor, best: dict[str, torch.Tensor], keep: int
-) -> None:
-    """Writes `step-N` and then removes all but the newest `keep`. best: weights of the best validation, or empty."""
+def save_checkpoint(folder: Path, trainer: Trainer, rng: RngState, best: dict[str, torch.Tensor], keep: int) -> None:
+    """Writes `step-N` and then removes all but the newest `keep`.
+
+    rng: the state of every generator. best: weights of the best validation, or empty.
+    """
     with atomic_folder(folder / f"{_PREFIX}{trainer.progress.step:08d}") as temporary:
         save_file(snapshot(trainer.model), temporary / "model.safetensors")
         averaged = trainer.averaged.state_dict() if trainer.averaged is not None else None
-        state = {"optimizer": trainer.optimizer.state_dict(), "averaged": averaged, "rng": rng}
+        state = {"optimizer": trainer.optimizer.state_dict(), "averaged": averaged, "rng": dict(rng)}
         torch.save(state, temporary / "optimizer.pt")
         if best:
             torch.save(best, temporary / "best.pt")
@@ -32,8 +34,8 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def load_checkpoint(path: Path, trainer: Trainer) -> tuple[Progress, torch.Tensor]:
-    """Puts a checkpoint into model, average and optimizer; returns its progress and generator state (uint8)."""
+def load_checkpoint(path: Path, trainer: Trainer) -> tuple[Progress, RngState]:
+    """Puts a checkpoint into model, average and optimizer; returns its progress and the generators' states (uint8)."""
     restore(trainer.model, load_file(path / "model.safetensors"))
     state = torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu")
     trainer.optimizer.load_state_dict(state["optimizer"])

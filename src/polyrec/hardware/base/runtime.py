@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ...core.errors import HardwareError
+
 RngState = Mapping[str, torch.Tensor]  # "host" and, on an accelerator, "device": uint8
 
 
@@ -142,3 +144,13 @@ class Runtime(ABC):
     @abstractmethod
     def range(self, name: str) -> AbstractContextManager[Any]:
         """A named range in the vendor's profiler; free when none is attached."""
+
+
+def check_rng_state(state: RngState, expected: set[str]) -> None:
+    """Refuses the generators of another kind of platform, which would not repeat the run: `rng_state_of_another_platform`."""
+    if set(state) != expected:
+        raise HardwareError(
+            "rng_state_of_another_platform",
+            f"The saved state is of the generators {sorted(state)}, and this platform has {sorted(expected)}.",
+            "Go on on the kind of platform that saved it, or begin a new run.",
+        )
