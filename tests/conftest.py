@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE / "engine")]
+sys.path += [str(HERE / "engine"), str(HERE / "hardware")]
