@@ -54,10 +54,10 @@ def scaled_mm(
 def block_scaled_mm(q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """q e4m3 [T, in] with q_scale fp32 [T, in / 128], weight e4m3 [out, in] with weight_scale fp32 [⌈out / 128⌉, in / 128]
     -> [T, out] in out_dtype: one scale for 128 activations and one for 128 x 128 weights; in is a multiple of 128."""
-    wide = q_scale.dtype
-    rows = q.to(wide) * q_scale.repeat_interleave(BLOCK, -1)
-    scale = weight_scale.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)
-    return torch.nn.functional.linear(rows, weight.to(wide) * scale).to(out_dtype)
+    wide, (blocks_out, blocks_in) = q_scale.dtype, weight_scale.shape
+    rows = q.to(wide) * q_scale.unsqueeze(-1).expand(-1, -1, BLOCK).flatten(1)
+    scale = weight_scale[:, None, :, None].expand(-1, BLOCK, -1, BLOCK).reshape(blocks_out * BLOCK, blocks_in * BLOCK)
+    return torch.nn.functional.linear(rows, weight.to(wide) * scale[: len(weight)]).to(out_dtype)
 
 
 @op_claims(graph_safe=False)  # reads group_sizes on the host

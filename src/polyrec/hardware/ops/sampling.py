@@ -70,7 +70,7 @@ def mask(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _sizes(draw: Draw) -> tuple[tuple[int, int], ...]:
-    return ((3, 24), (17, 200), (1, 1))[: 3 if draw.full else 1]
+    return ((3, 24), (17, 200), (1, 7))[: 3 if draw.full else 1]
 
 
 def _softmax_cases(draw: Draw) -> Iterator[Case]:
