@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyrec.attention.sdpa import BeamPlan, BeamSuffix
+from polyrec.attention.sdpa import BeamSuffix, SdpaSearch
 
 
 def strided(rng, rows, heads, kv_heads, dim, dtype):
@@ -37,7 +37,6 @@ def test_equals_plain_attention(num_steps, heads, kv_heads, dim, last, dtype):
     rows = requests * width
     draw = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).to(dtype)  # noqa: E731
     prompt = [(draw(requests, kv_heads, longest, dim), draw(requests, kv_heads, longest, dim)) for _ in range(layers)]
-    mask = torch.arange(longest) < torch.from_numpy(lengths)[:, None]
     suffix = BeamSuffix(layers, num_steps + (not last), rows, kv_heads, dim, like=draw(1))
     suffix.keys.copy_(draw(*suffix.keys.shape))
     suffix.values.copy_(draw(*suffix.values.shape))
@@ -47,7 +46,7 @@ def test_equals_plain_attention(num_steps, heads, kv_heads, dim, last, dtype):
     query, key, value = strided(rng, rows, heads, kv_heads, dim, dtype)
     kept = suffix.keys.clone(), suffix.values.clone()
 
-    plan = BeamPlan(prompt, mask, suffix, ancestors, last=last)
+    plan = SdpaSearch(prompt, torch.from_numpy(lengths), suffix).step(ancestors, last=last)
     out = plan.run(layer, query, key, value)
 
     assert out.dtype == dtype
@@ -73,18 +72,23 @@ def test_equals_plain_attention(num_steps, heads, kv_heads, dim, last, dtype):
         torch.testing.assert_close(part, old, rtol=0, atol=0)
 
 
+def one_pass(prompt, ancestors, qkv):
+    """The last pass of two requests whose prompts have 2 and 6 tokens."""
+    suffix = BeamSuffix(1, 1, 6, 2, 4, like=prompt[0][0])
+    return SdpaSearch(prompt, torch.tensor([2, 6]), suffix).step(ancestors, last=True).run(0, *qkv)
+
+
 def test_padding_and_other_requests_do_not_matter():
     rng = np.random.default_rng(1)
     draw = lambda *shape: torch.from_numpy(rng.standard_normal(shape)).float()  # noqa: E731
     prompt = [(draw(2, 2, 6, 4), draw(2, 2, 6, 4))]
-    mask = torch.arange(6) < torch.tensor([2, 6])[:, None]
     qkv = strided(rng, 6, 4, 2, 4, torch.float32)
     ancestors = torch.zeros((6, 0), dtype=torch.int64)
-    first = BeamPlan(prompt, mask, BeamSuffix(1, 1, 6, 2, 4, like=draw(1)), ancestors, last=True).run(0, *qkv)
+    first = one_pass(prompt, ancestors, qkv)
     spoiled = [tuple(part.clone() for part in prompt[0])]
     for part in spoiled[0]:
         part[0, :, 2:] = 1e6
         part[1] = -part[1]
-    again = BeamPlan(spoiled, mask, BeamSuffix(1, 1, 6, 2, 4, like=draw(1)), ancestors, last=True).run(0, *qkv)
+    again = one_pass(spoiled, ancestors, qkv)
     torch.testing.assert_close(again[:3], first[:3], rtol=0, atol=0)
     assert not torch.allclose(again[3:], first[3:])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from polyrec.attention.sdpa import PackedPlan, packed_layout, padded_prompt
-from polyrec.hardware import get_hardware_backend
+from polyrec.attention.layout import packed_layout
+from polyrec.attention.sdpa import PackedPlan, padded_prompt
+from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.kvcache.pool import KVPool
 
 SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 4), (8, 2, 16)]  # heads, kv heads, head size
@@ -74,11 +75,11 @@ def test_a_pool_holds_the_prompts_keys_and_values():
     layout = packed_layout(lengths)
     pool = KVPool(2, 0, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
     pool.reserve(9)
-    plan = PackedPlan(layout, pool, get_hardware_backend().ops.kv)
+    plan = PackedPlan(layout, pool, REFERENCE_OPS.kv)
     given = [strided_qkv(rng, 9, 4, 2, 4, torch.float32) for _ in range(2)]
     for layer, qkv in enumerate(given):
         plan.run(layer, *qkv)
-    for (keys, values), (_, key, value) in zip(padded_prompt(pool, layout), given, strict=True):
+    for (keys, values), (_, key, value) in zip(padded_prompt(pool, layout, 2), given, strict=True):
         start = 0
         for row, length in enumerate(lengths.tolist()):
             torch.testing.assert_close(keys[row, :, :length], key[start : start + length].transpose(0, 1))

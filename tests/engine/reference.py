@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from polyrec.attention.sdpa import PackedPlan, packed_layout
+from polyrec.attention.layout import packed_layout
+from polyrec.attention.sdpa import PackedPlan
 from polyrec.hardware import get_hardware_backend
 from polyrec.models.qwen3 import Qwen3, Qwen3Config
 from polyrec.sid.layout import SidLayout

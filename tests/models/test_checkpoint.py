@@ -164,4 +164,4 @@ def test_one_architecture_is_needed(names):
 def test_an_unknown_architecture_gets_the_closest_name():
     with pytest.raises(PolyrecError, match="Did you mean 'Qwen3ForCausalLM'") as error:
         model_spec({"architectures": ["Qwen2ForCausalML"]}, "config.json")
-    assert error.value.code == "registry_name_unknown"
+    assert error.value.code == "model_unknown"

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from polyrec.attention.sdpa import PackedPlan, packed_layout
+from polyrec.attention.layout import packed_layout
+from polyrec.attention.sdpa import PackedPlan
 from polyrec.core.errors import CheckpointError
 from polyrec.hardware import get_hardware_backend
 from polyrec.models import checkpoint

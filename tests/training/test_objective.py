@@ -10,7 +10,8 @@ import pytest
 import torch
 from reference import tiny_model
 
-from polyrec.attention.sdpa import PackedPlan, packed_layout
+from polyrec.attention.layout import packed_layout
+from polyrec.attention.sdpa import PackedPlan
 from polyrec.data.packing import Example, pack
 from polyrec.data.prompt import PromptBuilder, PromptConfig
 from polyrec.hardware import get_hardware_backend
@@ -30,6 +31,10 @@ def random_examples(rng, layout, *, prompt_weight=0.0, basket_weight=0.0):
         prompt = builder.build(draw(length), np.sort(rng.integers(0, 3, length)))
         examples.append(Example(prompt, draw(num), rng.random(num) + 0.1, prompt_weight, basket_weight))
     return examples
+
+
+def objective(model, layout, head):
+    return Objective(layout, head, get_hardware_backend(), model.attention_needs(model.head_weight.dtype, train=True))
 
 
 def alone(model, tokens):
@@ -85,7 +90,7 @@ def test_loss_and_gradients_equal_each_target_alone(head, depth, prompt_weight, 
     plain = copy.deepcopy(packed)
     examples = random_examples(rng, layout, prompt_weight=prompt_weight, basket_weight=basket_weight)
 
-    loss = Objective(layout, head, get_hardware_backend())(packed, pack(examples, layout))
+    loss = objective(packed, layout, head)(packed, pack(examples, layout))
     loss.mean.backward()
     by_level = plain_losses(plain, layout, examples, head)
     expected = weighted_mean([pair for level in by_level for pair in level])
@@ -152,7 +157,7 @@ def test_a_batch_without_weight_has_no_loss_and_a_finite_gradient():
     examples = [
         replace(example, weights=example.weights * 0) for example in random_examples(np.random.default_rng(9), layout)
     ]
-    loss = Objective(layout, "level", get_hardware_backend())(model, pack(examples, layout))
+    loss = objective(model, layout, "level")(model, pack(examples, layout))
     loss.mean.backward()
     assert loss.mean.item() == 0
     assert all(weight.grad is None or weight.grad.abs().max() == 0 for weight in model.parameters())

@@ -89,7 +89,8 @@ def test_the_log_tells_every_step_and_validation(trained):
 
 
 def test_transformers_reads_the_folder_and_agrees(trained, backend, data):
-    from polyrec.attention.sdpa import PackedPlan, packed_layout
+    from polyrec.attention.layout import packed_layout
+    from polyrec.attention.sdpa import PackedPlan
 
     out, _ = trained
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

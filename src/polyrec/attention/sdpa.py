@@ -6,74 +6,108 @@ the search: a request's beams read its prompt once and their own few tokens thro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..hardware.base.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionSupport,
+    KeyValueCache,
+    PackedLayout,
+    SearchAttention,
+)
 from ..hardware.ops import KVOps
-from ..kvcache.pool import KVPool
+
+Prompt = list[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """How T packed tokens stand in a padded batch of R rows of L.
+class SdpaAttention(AttentionBackend):
+    """Any head size and dtype, sliding windows, soft caps, gradients; no latent keys and values."""
 
-    padded: int64 [R, L] token of each place (padding repeats token 0). flat: int64 [T] place of each token in R · L.
-    mask: fp32 [R, 1, L, L], 0 where a query (row) sees a key (column), else −inf; None: causal.
-    """
+    support = AttentionSupport(sliding_window=True, soft_cap=True, train=True)
 
-    padded: Tensor
-    flat: Tensor
-    mask: Tensor | None
+    def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
+        needs = self.needs
+        return PackedPlan(layout, cache, self.ops.kv, window=needs.sliding_window, soft_cap=needs.soft_cap)
 
-    def pad(self, packed: Tensor) -> Tensor:
-        """[T, ...] -> [R, L, ...] with zeros as padding. A copy to known places: its gradient is a plain gather."""
-        rows = packed.new_zeros((self.padded.numel(), *packed.shape[1:]))
-        return rows.index_copy(0, self.flat, packed).unflatten(0, self.padded.shape)
-
-
-def packed_layout(lengths: Tensor, branch: Tensor | None = None) -> PackedLayout:
-    """Layout of sequences of `lengths` int64 [R] (host), packed in order.
-
-    branch: int64 [T], 0 for a sequence's prompt and b >= 1 for its b-th branch: a branch sees the prompt and itself.
-    """
-    longest = int(lengths.max())
-    starts = torch.cumsum(lengths, 0) - lengths
-    column = torch.arange(longest)
-    valid = column < lengths[:, None]
-    padded = torch.where(valid, starts[:, None] + column, 0)
-    flat = torch.nonzero(valid.flatten()).squeeze(1)
-    if branch is None:
-        return PackedLayout(padded, flat, None)
-    of_place = branch[padded]
-    causal = column[:, None] >= column
-    shared = (of_place[:, None, :] == 0) | (of_place[:, None, :] == of_place[:, :, None])
-    seen = torch.zeros(shared.shape).masked_fill_(~(causal & shared), float("-inf"))
-    return PackedLayout(padded, flat, seen[:, None])
+    def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
+        needs = self.needs
+        prompt = padded_prompt(cache, layout, needs.num_layers)
+        rows = len(layout.lengths) * width
+        suffix = BeamSuffix(needs.num_layers, num_kept, rows, needs.num_kv_heads, needs.head_dim, like=prompt[0][0])
+        return SdpaSearch(prompt, layout.lengths, suffix, window=needs.sliding_window, soft_cap=needs.soft_cap)
 
 
 class PackedPlan:
-    """Sequences attend to themselves only. With a pool, keys and values are kept in slots 0…T−1 for the search."""
+    """Sequences attend to themselves only. With a cache, keys and values are kept in slots 0…T−1 for the search."""
 
-    def __init__(self, layout: PackedLayout, pool: KVPool | None = None, ops: KVOps | None = None) -> None:
+    def __init__(
+        self,
+        layout: PackedLayout,
+        cache: KeyValueCache | None = None,
+        ops: KVOps | None = None,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
         self._layout = layout
-        self._pool = pool
+        self._cache = cache
         self._ops = ops
-        self._slots = torch.arange(len(layout.flat), device=layout.flat.device) if pool is not None else None
+        self._soft_cap = soft_cap
+        self._slots = torch.arange(len(layout.flat), device=layout.flat.device) if cache is not None else None
+        # torch's causal attention needs no mask, and is faster without: padding stands behind every real token of its row.
+        plain = layout.branch is None and soft_cap is None and (window is None or window >= layout.padded.shape[1])
+        self._mask = None if plain else packed_mask(layout, window)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self._pool is not None and self._ops is not None and self._slots is not None:
-            self._ops.write(key, value, *self._pool.layer(layer), self._slots)
-        layout = self._layout
-        q, k, v = (layout.pad(x).transpose(1, 2) for x in (query, key, value))
-        mask = None if layout.mask is None else layout.mask.to(q.dtype)
-        # Padding stands behind every real token of its row, so the causal mask alone keeps it out.
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.flat).flatten(1)
+        if self._cache is not None and self._ops is not None and self._slots is not None:
+            self._ops.write(key, value, *self._cache.layer(layer), self._slots)
+        q, k, v = (pad(self._layout, x).transpose(1, 2) for x in (query, key, value))
+        mask = None if self._mask is None else self._mask.to(q.dtype)
+        if self._soft_cap is not None:
+            out = capped_attention(q, k, v, mask, self._soft_cap)
+        else:
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self._layout.flat).flatten(1)
+
+
+def pad(layout: PackedLayout, packed: Tensor) -> Tensor:
+    """[T, ...] -> [R, L, ...] with zeros as padding. A copy to known places: its gradient is a plain gather."""
+    rows = packed.new_zeros((layout.padded.numel(), *packed.shape[1:]))
+    return rows.index_copy(0, layout.flat, packed).unflatten(0, layout.padded.shape)
+
+
+def packed_mask(layout: PackedLayout, window: int | None) -> Tensor:
+    """fp32 [R or 1, 1, L, L]: 0 where a query (row) sees a key (column), else −inf. Every place sees itself, padding too."""
+    column = torch.arange(layout.padded.shape[1], device=layout.padded.device)
+    seen = (column[:, None] >= column)[None]
+    if layout.branch is not None:
+        of_place = layout.branch[layout.padded]
+        seen = seen & ((of_place[:, None, :] == 0) | (of_place[:, None, :] == of_place[:, :, None]))
+    if window is not None:
+        position = seen.sum(-1)  # a place's number along its prompt and its own branch
+        seen = seen & (position[:, :, None] - position[:, None, :] < window)
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
+
+
+def capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, soft_cap: float) -> Tensor:
+    """query [R, heads, L, D], key and value [R, kv heads, L, D] -> [R, heads, L, D]; scores in at least fp32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(group, 1) for part in (key, value))
+    scores = cap(query @ key.transpose(2, 3) * query.shape[-1] ** -0.5, soft_cap)
+    if mask is not None:
+        scores = scores + mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, -1, dtype=wide).to(value.dtype) @ value
+
+
+def cap(scores: Tensor, soft_cap: float | None) -> Tensor:
+    """soft_cap · tanh(scores / soft_cap) (Gemma team, 2024)."""
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
 class BeamSuffix:
@@ -87,44 +121,78 @@ class BeamSuffix:
         self.values = torch.empty_like(self.keys)
 
 
-class BeamPlan:
-    """One pass over R · W beams of R requests.
+class SdpaSearch(SearchAttention):
+    """The prompts of one batch, gathered once for all passes, and what its beams add.
 
-    prompt_keys, prompt_values: per layer [R, kv heads, L, D], padded. prompt_mask: bool [R, L], True at real tokens.
-    ancestors: int64 [R · W, step], the row in which each earlier step's token of a beam was stored.
+    prompt: per layer keys and values [R, kv heads, L, D], padded. lengths: int64 [R].
     """
 
     def __init__(
         self,
-        prompt: list[tuple[Tensor, Tensor]],
-        prompt_mask: Tensor,
+        prompt: Prompt,
+        lengths: Tensor,
         suffix: BeamSuffix,
-        ancestors: Tensor,
         *,
-        last: bool,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
-        self._prompt = prompt
-        keys = prompt[0][0]
-        bias = torch.zeros(prompt_mask.shape, dtype=keys.dtype, device=keys.device)
-        bias.masked_fill_(~prompt_mask, float("-inf"))
-        self._bias = bias.repeat_interleave(keys.shape[1], 0).unsqueeze(1)  # [R · KV, 1, L]
-        self._suffix = suffix
+        self.prompt = prompt
+        self.suffix = suffix
+        self.soft_cap = soft_cap
+        self.window = window
+        self._lengths = lengths
+        self._unwindowed = self._bias(None)
+
+    def step(self, ancestors: Tensor, *, last: bool) -> BeamPlan:
+        num_earlier = ancestors.shape[1]
+        if self.window is None:
+            return BeamPlan(self, self._unwindowed, ancestors, last=last)
+        # A beam stands num_earlier + 1 tokens after its prompt's last one, whatever the prompt's length.
+        sees_prompt = num_earlier + 1 < self.window
+        return BeamPlan(self, self._bias(self.window - num_earlier) if sees_prompt else None, ancestors, last=last)
+
+    def _bias(self, reach: int | None) -> Tensor:
+        """[R · KV, 1, L]: 0 at a prompt's tokens, of which the last reach − 1 are seen (None: all), −inf elsewhere."""
+        keys = self.prompt[0][0]
+        column = torch.arange(keys.shape[2], device=keys.device)
+        seen = column < self._lengths[:, None]
+        if reach is not None:
+            seen &= column > self._lengths[:, None] - reach
+        bias = torch.zeros(seen.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen, float("-inf"))
+        return bias.repeat_interleave(keys.shape[1], 0).unsqueeze(1)
+
+
+class BeamPlan:
+    """One pass over R · W beams of R requests.
+
+    bias: [R · KV, 1, L] added to the scores of the prompt; None: the window has left the prompt behind.
+    ancestors: int64 [R · W, step], the row in which each earlier step's token of a beam was stored.
+    """
+
+    def __init__(self, search: SdpaSearch, bias: Tensor | None, ancestors: Tensor, *, last: bool) -> None:
+        self._prompt = search.prompt
+        self._suffix = search.suffix
+        self._soft_cap = search.soft_cap
+        self._bias = bias
         self._ancestors = ancestors
+        self._oldest = 0 if search.window is None else max(0, ancestors.shape[1] + 1 - search.window)
         self._last = last
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         requests, kv_heads, _, dim = self._prompt[layer][0].shape
         rows, heads = query.shape[:2]
         split = (requests, rows // requests, kv_heads, heads // kv_heads)  # R, W, KV, group
-        # All beams of a request are queries against one copy of its prompt: [R · KV, W · group, D].
-        by_request = query.view(*split, dim).transpose(1, 2).reshape(requests * kv_heads, -1, dim)
-        from_prompt, prompt_lse = self._read_prompt(layer, by_request)
-        parts = [from_prompt.view(requests, kv_heads, split[1], -1, dim).transpose(1, 2)]
-        scores = [prompt_lse.view(requests, kv_heads, split[1], -1).transpose(1, 2)]
+        parts, scores = [], []
+        if self._bias is not None:
+            # All beams of a request are queries against one copy of its prompt: [R · KV, W · group, D].
+            by_request = query.view(*split, dim).transpose(1, 2).reshape(requests * kv_heads, -1, dim)
+            from_prompt, prompt_lse = self._read_prompt(layer, by_request, self._bias)
+            parts.append(from_prompt.view(requests, kv_heads, split[1], -1, dim).transpose(1, 2))
+            scores.append(prompt_lse.view(requests, kv_heads, split[1], -1).transpose(1, 2))
         # The beam's own tokens: a few per beam, so products element by element beat thousands of tiny matrices.
         scaled = query.view(*split, dim).float() * dim**-0.5
         for own_key, own_value in self._own(layer, key, value):
-            scores.append((scaled * own_key.view(*split[:3], 1, dim)).sum(-1))
+            scores.append(cap((scaled * own_key.view(*split[:3], 1, dim)).sum(-1), self._soft_cap))
             parts.append(own_value.view(*split[:3], 1, dim))
         # The prompt counts as one token with the score log-sum-exp, so one small softmax merges all parts.
         weights = torch.softmax(torch.stack(scores), 0).unsqueeze(-1)
@@ -133,29 +201,33 @@ class BeamPlan:
             out = torch.addcmul(out, part, weight)
         return out.to(query.dtype).reshape(rows, heads * dim)
 
-    def _read_prompt(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_prompt(self, layer: int, query: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """query [R · KV, M, D] -> attention over the prompt [R · KV, M, D] and its log-sum-exp, fp32 [R · KV, M]."""
         keys, values = (part.flatten(0, 1) for part in self._prompt[layer])
-        scores = torch.baddbmm(self._bias, query, keys.transpose(1, 2), alpha=query.shape[-1] ** -0.5).float()
+        scale = query.shape[-1] ** -0.5
+        if self._soft_cap is None:
+            scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale).float()
+        else:
+            scores = cap(torch.bmm(query, keys.transpose(1, 2)).float() * scale, self._soft_cap) + bias
         weights = torch.softmax(scores, -1)
         # The largest weight is exp(largest score − log-sum-exp): two cheap maxima instead of a second exponential.
         lse = scores.amax(-1) - weights.amax(-1).log()
         return torch.bmm(weights.to(query.dtype), values), lse
 
     def _own(self, layer: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [R · W, KV, D] of each token the beams have taken, the new one last; stores the new one."""
+        """Keys and values [R · W, KV, D] of each token the beams have taken and see, the new one last; stores the new one."""
         step = self._ancestors.shape[1]
         keys, values = self._suffix.keys[layer], self._suffix.values[layer]
-        own = [(keys[t, self._ancestors[:, t]], values[t, self._ancestors[:, t]]) for t in range(step)]
+        own = [(keys[t, rows], values[t, rows]) for t in range(self._oldest, step) for rows in [self._ancestors[:, t]]]
         if not self._last:
             keys[step, : len(key)] = key
             values[step, : len(value)] = value
         return [*own, (key, value)]
 
 
-def padded_prompt(pool: KVPool, layout: PackedLayout) -> list[tuple[Tensor, Tensor]]:
+def padded_prompt(cache: KeyValueCache, layout: PackedLayout, num_layers: int) -> Prompt:
     """Per layer the prompts' keys and values as [R, kv heads, L, D], gathered once for all passes of a search."""
     return [
-        tuple(part[layout.padded].transpose(1, 2).contiguous() for part in pool.layer(layer))  # type: ignore[misc]
-        for layer in range(pool.keys.shape[0])
+        tuple(part[layout.padded].transpose(1, 2).contiguous() for part in cache.layer(layer))  # type: ignore[misc]
+        for layer in range(num_layers)
     ]

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.sdpa import PackedLayout, packed_layout
+from ..attention.layout import packed_layout
+from ..hardware.base.attention import PackedLayout
 from ..hardware.base.runtime import Runtime
 from ..hardware.ops.search import NodeFilter
 from ..sid.trie import Trie, dead_nodes, live_nodes
@@ -38,14 +39,13 @@ class SearchResult:
 @dataclass(frozen=True)
 class Batch:
     """token_ids, positions: int64 [T] packed prompts. lengths: int64 [R]. last: int64 [R] each prompt's last token.
-    layout: their padded places. prompt_mask: bool [R, L]. widths: int64 [R]; width: the largest."""
+    layout: their padded places. widths: int64 [R]; width: the largest."""
 
     token_ids: Tensor
     positions: Tensor
     lengths: Tensor
     last: Tensor
     layout: PackedLayout
-    prompt_mask: Tensor
     widths: Tensor
     width: int
     node_filter: NodeFilter | None
@@ -54,16 +54,15 @@ class Batch:
 def make_batch(requests: Sequence[SearchRequest], trie: Trie, runtime: Runtime) -> Batch:
     """Packs prompts, widths and filters, and puts them on the device."""
     lengths = torch.tensor([len(request.prompt) for request in requests])
-    layout = packed_layout(lengths)
+    layout = packed_layout(lengths, to_device=runtime.to_device)
     widths = torch.tensor([request.beam_width for request in requests])
     move = runtime.to_device
     return Batch(
         token_ids=move(torch.from_numpy(np.concatenate([request.prompt for request in requests]))),
         positions=move(torch.cat([torch.arange(length) for length in lengths.tolist()])),
-        lengths=move(lengths),
+        lengths=layout.lengths,
         last=move(torch.cumsum(lengths, 0) - 1),
-        layout=PackedLayout(move(layout.padded), move(layout.flat), None),
-        prompt_mask=move(torch.arange(int(lengths.max())) < lengths[:, None]),
+        layout=layout,
         widths=move(widths),
         width=int(widths.max()),
         node_filter=make_filter(requests, trie, runtime),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.search import Beams
+from ..hardware.table import report_never_called
 from .batching import Batch
 from .search import Searcher
 
@@ -13,15 +14,28 @@ class Runner:
 
     def __init__(self, searcher: Searcher, backend: HardwareBackend) -> None:
         self._searcher = searcher
+        self._backend = backend
         self._batch: Batch | None = None
-        self._captured = backend.graph.capture(self._search)
+        # The search allocates and takes its shapes from each batch, which a recording cannot follow: where graphs record,
+        # it is called directly.
+        self._captured = None if backend.capabilities.captures else backend.graph.capture(self._search)
         self.num_replays = 0
 
     def run(self, batch: Batch) -> Beams:
         """The finished beams of one batch, on the device."""
         self._batch = batch
-        self._captured.update({"lengths": batch.lengths})
+        beams = self._replay(batch)
         self.num_replays += 1
+        if self.num_replays == 1:
+            report_never_called(self._backend)
+        return beams
+
+    def _replay(self, batch: Batch) -> Beams:
+        if self._captured is None:
+            return self._search()
+        states = {"lengths": batch.lengths}
+        self._searcher.attention.refresh(states)
+        self._captured.update(states)
         return self._captured.replay()
 
     def _search(self) -> Beams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention.sdpa import BeamPlan, BeamSuffix, PackedPlan, padded_prompt
+from ..hardware.base.attention import AttentionPlan
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.search import Beams, TrieArrays
 from ..kvcache.pool import KVPool
@@ -17,7 +17,7 @@ from .batching import Batch
 
 
 class Searcher:
-    """Holds what all batches share: model, head, the trie's arrays, the pool of prompt keys and values."""
+    """Holds what all batches share: model, attention, head, the trie's arrays, the pool of prompt keys and values."""
 
     def __init__(
         self, model: Decoder, layout: SidLayout, trie: Trie, head: RestrictedHead, backend: HardwareBackend
@@ -30,10 +30,12 @@ class Searcher:
         self._trie = TrieArrays(move(torch.from_numpy(trie.first_child)), move(torch.from_numpy(trie.code).long()))
         # A level cannot hold more beams than it has nodes.
         self._level_nodes = [int(trie.level_starts[lv + 1] - trie.level_starts[lv]) for lv in range(1, trie.depth + 1)]
-        config = model.config
-        self._kv = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         weight = model.head_weight
-        self._pool = KVPool(self._kv[0], 0, *self._kv[1:], dtype=weight.dtype, device=weight.device)
+        needs = model.attention_needs(weight.dtype)
+        self.attention = backend.attention.build(needs, backend.ops)
+        self._pool = KVPool(
+            needs.num_layers, 0, needs.num_kv_heads, needs.head_dim, dtype=weight.dtype, device=weight.device
+        )
 
     @torch.inference_mode()
     def search(self, batch: Batch) -> Beams:
@@ -42,16 +44,13 @@ class Searcher:
         beams = self._first_level(hidden, batch)
         if self._layout.depth == 1:
             return beams
-        prompt = padded_prompt(self._pool, batch.layout)
         requests = len(batch.lengths)
-        suffix = BeamSuffix(
-            self._kv[0], self._layout.depth - 2, requests * batch.width, *self._kv[1:], like=self._pool.keys
-        )
+        # Of the S − 1 passes, all but the last have their keys and values read later.
+        attention = self.attention.search(batch.layout, self._pool, width=batch.width, num_kept=self._layout.depth - 2)
         ancestors = torch.zeros((beams.node.numel(), 0), dtype=torch.int64, device=hidden.device)
         for level in range(1, self._layout.depth):
             last = level == self._layout.depth - 1
-            plan = BeamPlan(prompt, batch.prompt_mask, suffix, ancestors, last=last)
-            hidden = self._pass(beams, batch, level, plan)
+            hidden = self._pass(beams, batch, level, attention.step(ancestors, last=last))
             beams = self._step(hidden, level, beams, batch)
             ancestors = follow(ancestors, beams.parent, hidden.shape[0] // requests)
         return beams
@@ -59,7 +58,7 @@ class Searcher:
     def _prefill(self, batch: Batch) -> Tensor:
         """Last hidden state of each prompt [R, D]; keys and values stay in the pool."""
         self._pool.reserve(len(batch.token_ids))
-        plan = PackedPlan(batch.layout, self._pool, self._ops.kv)
+        plan = self.attention.packed(batch.layout, self._pool)
         return self._model(batch.token_ids, batch.positions, plan)[batch.last]
 
     def _first_level(self, hidden: Tensor, batch: Batch) -> Beams:
@@ -67,7 +66,7 @@ class Searcher:
         beams = Beams(torch.zeros((len(hidden), 1), device=hidden.device), root, root)
         return self._step(hidden, 0, beams, batch)
 
-    def _pass(self, beams: Beams, batch: Batch, level: int, plan: BeamPlan) -> Tensor:
+    def _pass(self, beams: Beams, batch: Batch, level: int, plan: AttentionPlan) -> Tensor:
         """Runs the tokens that level `level` took -> hidden [R · W, D]."""
         tokens = self._layout.level_starts[level - 1] + self._trie.code[beams.node].clamp_min(0)
         positions = (batch.lengths + level - 1)[:, None].expand_as(tokens)

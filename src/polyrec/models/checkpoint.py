@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, HardwareError
 from ..core.files import atomic_path, read_json, write_json
 from ..hardware.base.backend import HardwareBackend
 from .registry import model_spec
@@ -52,9 +52,25 @@ def read_config(folder: Path) -> dict[str, Any]:
 def build_model(
     spec: ModelSpec, values: dict[str, Any], backend: HardwareBackend, dtype: torch.dtype | None = None
 ) -> Decoder:
-    """An uninitialised model from config values, on the backend's device."""
+    """An uninitialised model from config values, on the backend's device. Error: `op_dtype_unsupported`."""
+    dtype = dtype or torch.float32
+    check_dtype(dtype, backend)
     model = spec.build(spec.read_config(values), backend.ops)
-    return model.to(device=backend.runtime.device, dtype=dtype or torch.float32)
+    return model.to(device=backend.runtime.device, dtype=dtype)
+
+
+def check_dtype(dtype: torch.dtype, backend: HardwareBackend) -> None:
+    """Every operation that a model may use takes its dtype; optional ones (tier X) are asked by the feature that needs them."""
+    lacking = [row for row in backend.table.unsupported(dtype) if row.tier != "X"]
+    if lacking:
+        fields = ", ".join(
+            f"{row.field} of {row.source or row.origin} takes {', '.join(row.dtypes)}" for row in lacking
+        )
+        raise HardwareError(
+            "op_dtype_unsupported",
+            f"A model in {str(dtype).removeprefix('torch.')} cannot run on platform '{backend.platform_name}': {fields}.",
+            "Load the model in a dtype that they take, or leave out the plugins they come from.",
+        )
 
 
 def load_weights(model: torch.nn.Module, spec: ModelSpec, folder: Path) -> None:

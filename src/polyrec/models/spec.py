@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import Settings
-from ..hardware.base.attention import AttentionPlan
+from ..hardware.base.attention import AttentionNeeds, AttentionPlan
 from ..hardware.ops import PlatformOps
 
 
@@ -36,6 +36,21 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, D]."""
         raise NotImplementedError
+
+    def attention_needs(self, dtype: torch.dtype, *, train: bool = False) -> AttentionNeeds:
+        """What the model asks of attention. dtype: of queries, keys and values. train: gradients are taken.
+
+        A model with windows, soft caps or latent keys says so here.
+        """
+        config = self.config
+        return AttentionNeeds(
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            train=train,
+        )
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """token_ids and positions int64 [T], packed -> normed hidden states [T, D]."""

@@ -10,7 +10,7 @@ import torch
 from ..core.vocabulary import padded_vocab_size
 from ..data.prompt import PromptConfig
 from ..engine.folder import CATALOG, write_facts
-from ..hardware import get_hardware_backend
+from ..hardware.ops import REFERENCE_OPS
 from ..models.checkpoint import save_model
 from ..models.qwen3 import SPEC, Qwen3, Qwen3Config
 from ..sid.catalog import Catalog
@@ -41,7 +41,7 @@ def write_tiny_model(
         head_dim=hidden_size // 4,
         initializer_range=0.3,
     )
-    model = Qwen3(config, get_hardware_backend().ops)
+    model = Qwen3(config, REFERENCE_OPS)  # it is only written, so no hardware is chosen
     model.init_weights(torch.Generator().manual_seed(seed))
     save_model(model, SPEC, folder)
     save_tokenizer(tokenizer, folder)

@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.sdpa import PackedLayout, PackedPlan, packed_layout
+from ..attention.layout import packed_layout
 from ..data.packing import PackedBatch
+from ..hardware.base.attention import AttentionNeeds
 from ..hardware.base.backend import HardwareBackend
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
@@ -24,13 +25,14 @@ class Loss(NamedTuple):
 
 
 class Objective:
-    """Runs a packed batch through the model and its heads."""
+    """Runs a packed batch through the model and its heads. needs: what the model asks of attention in training."""
 
-    def __init__(self, layout: SidLayout, head: Head, backend: HardwareBackend) -> None:
+    def __init__(self, layout: SidLayout, head: Head, backend: HardwareBackend, needs: AttentionNeeds) -> None:
         self._layout = layout
         self._head = head
         self._cross_entropy = backend.ops.loss.linear_cross_entropy
         self._move = backend.runtime.to_device
+        self._attention = backend.attention.build(needs, backend.ops)
 
     def __call__(self, model: Decoder, batch: PackedBatch) -> Loss:
         hidden = self._forward(model, batch)
@@ -47,10 +49,6 @@ class Objective:
 
     def _forward(self, model: Decoder, batch: PackedBatch) -> Tensor:
         branch = torch.from_numpy(batch.branch)
-        layout = packed_layout(torch.from_numpy(batch.lengths), branch if branch.any() else None)
-        move = self._move
-        layout = PackedLayout(
-            move(layout.padded), move(layout.flat), None if layout.mask is None else move(layout.mask)
-        )
-        token_ids, positions = (move(torch.from_numpy(x)) for x in (batch.token_ids, batch.positions))
-        return model(token_ids, positions, PackedPlan(layout))
+        layout = packed_layout(torch.from_numpy(batch.lengths), branch if branch.any() else None, self._move)
+        token_ids, positions = (self._move(torch.from_numpy(x)) for x in (batch.token_ids, batch.positions))
+        return model(token_ids, positions, self._attention.packed(layout))

@@ -161,7 +161,8 @@ class _Run:
         model, self.spec = start_model(
             config, num_tokens(data.tokenizer), data.layout, data.codebooks, longest, backend
         )
-        objective = Objective(data.layout, config.head, backend)
+        needs = model.attention_needs(model.head_weight.dtype, train=True)
+        objective = Objective(data.layout, config.head, backend, needs)
         self.trainer = Trainer(model, self.loader, objective, config.optim, config.steps)
 
     def resume(self, folder: Path) -> dict[str, torch.Tensor]:
