@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import CheckpointError, RequestError
+from ..core.config import make_settings
+from ..core.errors import CheckpointError, ConfigError, RequestError
 from ..core.request import Recommendation, RecommendedItem, RecommendRequest
 from ..data.histories import EvalSet
 from ..data.prompt import PromptBuilder
-from ..hardware import HardwareBackend, get_hardware_backend
+from ..hardware import HardwareBackend, HardwareConfig, get_hardware_backend
+from ..hardware.base.config import Fallback, Verify
 from ..models.checkpoint import load_model
 from ..models.spec import Decoder
 from ..sid.trie import MAX_COMPLETE_LEAVES, build_trie, complete_trie, leaves_of_rows
@@ -35,6 +37,20 @@ class Prepared:
 
     search: SearchRequest
     unknown: tuple[str, ...]
+
+
+def choose_backend(backend: HardwareBackend | None, flags: Mapping[str, Any]) -> HardwareBackend:
+    """The backend given, or this process's for the hardware flags that were given. Errors: `backend_given_twice`, and those of
+    `get_hardware_backend`."""
+    if backend is None:
+        return get_hardware_backend(make_settings(HardwareConfig, dict(flags), "hardware") if flags else None)
+    if flags:
+        raise ConfigError(
+            "backend_given_twice",
+            f"backend= is a '{backend.platform_name}' backend built already, and {', '.join(flags)} would build another.",
+            "Give one or the other.",
+        )
+    return backend
 
 
 class Recommender:
@@ -70,11 +86,36 @@ class Recommender:
         folder: str | Path,
         *,
         catalog: str | Path | None = None,
+        device: str | None = None,
+        hardware_platform: str | None = None,
+        extra_ops: str | Sequence[str] = (),
+        extra_att: str | Sequence[str] = (),
+        op: str | Sequence[str] | Mapping[str, str] | None = None,
+        attention: str | None = None,
+        fallback: Fallback | None = None,
+        verify_plugins: Verify | None = None,
+        allow_cpu: bool | None = None,
         backend: HardwareBackend | None = None,
         config: EngineConfig | None = None,
     ) -> Recommender:
-        """Loads a folder written by `polyrec train`. catalog: another catalog.parquet of the same codebooks."""
-        backend = backend or get_hardware_backend()
+        """Loads a folder written by `polyrec train`. catalog: another catalog.parquet of the same codebooks.
+
+        device … allow_cpu: what the flags of these names take (`HardwareConfig`); none of them: the hardware that this
+        process runs on already, else auto. backend: a built one instead. The hardware is built before the folder is read.
+        Errors: those of `get_hardware_backend`; `backend_given_twice`.
+        """
+        flags = {
+            "device": device,
+            "hardware_platform": hardware_platform,
+            "extra_ops": extra_ops or None,
+            "extra_att": extra_att or None,
+            "op": op or None,
+            "attention": attention,
+            "fallback": fallback,
+            "verify_plugins": verify_plugins,
+            "allow_cpu": allow_cpu,
+        }
+        backend = choose_backend(backend, {name: value for name, value in flags.items() if value is not None})
         contents = read_folder(folder, catalog)
         return cls(load_model(folder, backend), contents, backend, config)
 
