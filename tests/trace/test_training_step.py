@@ -17,7 +17,7 @@ TITLE = "A training step"
 PATH = [
     "training/recipe.py", "training/run.py", "data/loader.py", "training/build.py", "training/trainer.py",
     "data/loader.py", "data/prompt.py", "data/packing.py", "training/recipe.py", "training/objective.py",
-    "attention/sdpa.py", "models/qwen3.py", "layers/attention.py", "attention/sdpa.py", "training/trainer.py",
+    "attention/layout.py", "models/qwen3.py", "layers/attention.py", "attention/sdpa.py", "training/trainer.py",
     "training/validate.py", "training/checkpoint.py", "models/checkpoint.py",
 ]  # fmt: skip
 ONE_STEP = slice(4, 15)
