@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from e4m3 import decode, nearest
 
 from polyrec.hardware.backends.cpu.ops import linear as cpu_linear
 from polyrec.hardware.ops import REFERENCE_OPS
@@ -88,6 +89,117 @@ def test_onednn_is_for_wide_cpus_of_another_maker(tmp_path, monkeypatch):
     assert not cpu_linear.mkl_is_narrow(tmp_path / "amd")
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (6, 40), (2, 3, 16)])
+def test_quantised_rows(shape, strided):
+    x = draw(*shape[:-1], shape[-1] * (3 if strided else 1), seed=20)[..., :: 3 if strided else 1] * 7
+    x[..., 0] *= 30  # a row's other values become small numbers of e4m3
+    quantized, scale = REFERENCE_OPS.linear.quantize_fp8(x)
+    wanted = np.abs(x.numpy()).max(-1, keepdims=True) / np.float32(448)
+    np.testing.assert_array_equal(scale.numpy(), wanted)
+    np.testing.assert_array_equal(decode(quantized), nearest(x.numpy() / wanted))
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-42, 1e-38, 3e38])
+def test_quantising_the_ends_of_the_range(largest):
+    x = torch.tensor([[0.0, largest, -largest / 2]])
+    quantized, scale = REFERENCE_OPS.linear.quantize_fp8(x)
+    assert scale.isfinite().all()
+    assert (scale > 0).all()
+    found = decode(quantized) * scale.double().numpy()
+    np.testing.assert_allclose(found, x.double().numpy(), rtol=1 / 16, atol=torch.finfo(torch.float32).tiny / 512)
+
+
+def test_quantised_blocks_are_quantised_rows_of_128():
+    x = draw(3, 384, seed=21)
+    x[1, 128:256] = 0
+    x[2, 256:] *= 1000
+    quantized, scale = REFERENCE_OPS.linear.quantize_fp8_blocks(x)
+    assert (quantized.shape, scale.shape) == (x.shape, (3, 3))
+    for row in range(3):
+        for block in range(3):
+            part = x[row, 128 * block : 128 * block + 128].numpy()
+            own = max(np.abs(part).max() / np.float32(448), np.finfo(np.float32).tiny)
+            assert scale[row, block] == own
+            np.testing.assert_array_equal(decode(quantized[row])[128 * block : 128 * block + 128], nearest(part / own))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 16, 16), (9, 64, 48), (0, 16, 16)])
+def test_scaled_product(rows, inputs, outputs, bias, out_dtype):
+    q, weight = (draw(count, inputs, seed=22 + count).to(torch.float8_e4m3fn) for count in (rows, outputs))
+    q_scale, weight_scale = draw(rows, 1, seed=23).abs(), draw(outputs, 1, seed=24).abs()
+    offset = draw(outputs, seed=25, dtype=out_dtype) if bias else None
+    wide = decode(q) * q_scale.numpy() @ (decode(weight) * weight_scale.numpy()).T
+    wide = wide + (offset.double().numpy() if bias else 0)
+    found = REFERENCE_OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, offset, out_dtype)
+    assert found.dtype == out_dtype
+    limit = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[out_dtype]
+    np.testing.assert_allclose(found.double().numpy(), wide, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 1), (5, 384, 200), (3, 256, 256)])
+def test_block_scaled_product(rows, inputs, outputs, out_dtype):
+    q, weight = (draw(count, inputs, seed=26 + count).to(torch.float8_e4m3fn) for count in (rows, outputs))
+    q_scale = draw(rows, inputs // 128, seed=27).abs() / 8
+    weight_scale = draw(-(-outputs // 128), inputs // 128, seed=28).abs()
+    expected = np.zeros((rows, outputs))
+    for column in range(outputs):
+        for block in range(inputs // 128):
+            part = slice(128 * block, 128 * block + 128)
+            product = decode(q)[:, part] @ decode(weight)[column, part]
+            expected[:, column] += product * q_scale[:, block].numpy() * float(weight_scale[column // 128, block])
+    found = REFERENCE_OPS.linear.block_scaled_mm(q, q_scale, weight, weight_scale, out_dtype)
+    assert found.dtype == out_dtype
+    limit = 2e-5 if out_dtype == torch.float32 else 8e-3
+    np.testing.assert_allclose(found.double().numpy(), expected, rtol=limit, atol=limit)
+
+
+def test_quantised_product_approximates_the_product():
+    x, weight = draw(8, 256, seed=29), draw(32, 256, seed=30) / 16
+    linear = REFERENCE_OPS.linear
+    rows = linear.scaled_mm(*linear.quantize_fp8(x), *linear.quantize_fp8(weight), None, torch.float32)
+    exact = x.double().numpy() @ weight.double().numpy().T
+    error = np.sqrt(((rows.double().numpy() - exact) ** 2).mean() / (exact**2).mean())
+    assert 0.01 < error < 0.06  # e4m3 keeps 3 bits: about 3 % of each factor, at random
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 5], [2], [0, 0]])
+def test_grouped_product_and_gradients(sizes):
+    rows = sum(sizes)
+    x, weight = draw(rows, 6, seed=31).requires_grad_(), draw(len(sizes), 5, 6, seed=32).requires_grad_()
+    group = [number for number, size in enumerate(sizes) for _ in range(size)]
+    found = REFERENCE_OPS.linear.grouped_mm(x, weight, torch.tensor(sizes))
+    x64, weight64 = x.detach().double().numpy(), weight.detach().double().numpy()
+    assert found.shape == (rows, 5)
+    expected = np.array([weight64[own] @ x64[row] for row, own in enumerate(group)]).reshape(rows, 5)
+    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-5)
+    grad = draw(rows, 5, seed=33)
+    found.backward(grad)
+    wanted_x, wanted_weight = np.zeros_like(x64), np.zeros_like(weight64)
+    for row, own in enumerate(group):
+        wanted_x[row] = grad[row].double().numpy() @ weight64[own]
+        wanted_weight[own] += np.outer(grad[row].double().numpy(), x64[row])
+    np.testing.assert_allclose(x.grad.numpy(), wanted_x, atol=1e-5)
+    np.testing.assert_allclose(weight.grad.numpy(), wanted_weight, atol=1e-5)
+
+
+def test_copied_pages():
+    page_size, pages = 4, 6
+    keys, values = draw(pages * page_size, 2, 3, seed=34), draw(pages * page_size, 2, 3, seed=35)
+    source, target = [0, 3, 3, 1], [3, 0, 5, 2]  # 0 and 3 change places, 3 is copied twice
+    expected = [cache.clone() for cache in (keys, values)]
+    for old, new in zip(source, target, strict=True):
+        for row in range(page_size):
+            for cache, wanted in zip((keys, values), expected, strict=True):
+                wanted[new * page_size + row] = cache[old * page_size + row]
+    REFERENCE_OPS.kv.copy_pages(keys, values, torch.tensor(source), torch.tensor(target), page_size)
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
+
+
 def test_kv_write_touches_its_slots_only():
     keys, values = draw(20, 2, 4, seed=10), draw(20, 2, 4, seed=11)
     fused = draw(5, 16, seed=12)  # new keys and values are views of one product
@@ -126,5 +238,20 @@ def test_linear_cross_entropy_gradients():
     REFERENCE_OPS.loss.linear_cross_entropy(hidden, weight, targets).sum().backward()
     h, w = hidden.detach().double().numpy(), weight.detach().double().numpy()
     share = np.exp(h @ w.T - np.logaddexp.reduce(h @ w.T, axis=1)[:, None]) - np.eye(7)[targets]
+    np.testing.assert_allclose(hidden.grad.numpy(), share @ w, atol=1e-5)
+    np.testing.assert_allclose(weight.grad.numpy(), share.T @ h, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_token_logp(rows):
+    hidden, weight = draw(rows, 12, seed=36).requires_grad_(), draw(30, 12, seed=37).requires_grad_()
+    targets = torch.randint(0, 30, (rows,), generator=torch.Generator().manual_seed(38))
+    h, w = hidden.detach().double().numpy(), weight.detach().double().numpy()
+    logp = h @ w.T - np.logaddexp.reduce(h @ w.T, axis=1)[:, None]
+    found = REFERENCE_OPS.loss.token_logp(hidden, weight, targets)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.detach().numpy(), logp[np.arange(rows), targets], atol=1e-5)
+    found.sum().backward()
+    share = np.eye(30)[targets] - np.exp(logp)
     np.testing.assert_allclose(hidden.grad.numpy(), share @ w, atol=1e-5)
     np.testing.assert_allclose(weight.grad.numpy(), share.T @ h, atol=1e-5)

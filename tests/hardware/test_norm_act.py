@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from e4m3 import decode
+from transformers.activations import ACT2FN
 
 from polyrec.hardware.ops import REFERENCE_OPS
 
@@ -69,6 +71,59 @@ def test_silu_and_mul(shape, dtype, strided):
     close(REFERENCE_OPS.act.silu_and_mul(x), gate / (1 + np.exp(-gate)) * up, dtype)
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", list(LOOSE))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm(shape, bias, dtype, strided):
+    x, weight = random(shape, dtype, 10, strided=strided) * 2 + 5, random(shape[-1:], dtype, 11)
+    offset = random(shape[-1:], dtype, 12) if bias else None
+    wide = x.double().numpy()
+    centred = wide - wide.mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight.double().numpy()
+    expected = expected + (offset.double().numpy() if bias else 0)
+    found = REFERENCE_OPS.norm.layer_norm(x, weight, offset, 1e-5)
+    assert found.dtype == dtype
+    loose = {torch.float32: 1e-5}.get(dtype, LOOSE[dtype])  # 5 off centre costs three bits
+    np.testing.assert_allclose(found.double().numpy(), expected, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", list(LOOSE))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gelu_and_mul(shape, dtype, strided):
+    x = random((*shape[:-1], 2 * shape[-1]), dtype, 13, strided=strided) * 3
+    gate, up = np.split(x.double().numpy(), 2, axis=-1)
+    expected = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    found = REFERENCE_OPS.act.gelu_and_mul(x)
+    close(found, expected, dtype)
+    theirs = ACT2FN["gelu_pytorch_tanh"](x[..., : shape[-1]]) * x[..., shape[-1] :]
+    torch.testing.assert_close(found, theirs)
+
+
+def close_to_quantised(quantized, scale, expected, slack):
+    """Half a step of e4m3's mantissa (1/16) or of its smallest numbers (2⁻¹⁰), and what the inputs' dtype rounds."""
+    assert (quantized.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert scale.shape == (*expected.shape[:-1], 1)
+    largest = np.abs(expected).max(-1, keepdims=True)
+    np.testing.assert_allclose(scale.numpy(), largest / 448, rtol=slack)
+    found = decode(quantized) * scale.double().numpy()
+    assert (np.abs(found - expected) <= (1 / 16 + slack) * np.abs(expected) + largest / 448 / 1024).all()
+
+
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("shape", [(1, 4), (7, 64), (3, 5, 32)])
+def test_quantised_results(shape, dtype, slack):
+    x, residual, weight = random(shape, dtype, 14), random(shape, dtype, 15), random(shape[-1:], dtype, 16)
+    close_to_quantised(*REFERENCE_OPS.norm.rms_norm_fp8(x, weight, 1e-6), norm64(x, weight, 1e-6), slack)
+    quantized, scale, total = REFERENCE_OPS.norm.add_rms_norm_fp8(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    close_to_quantised(quantized, scale, norm64(total, weight, 1e-6), slack)
+    wide = torch.cat((x, residual), -1)
+    gate, up = x.double().numpy(), residual.double().numpy()
+    close_to_quantised(*REFERENCE_OPS.act.silu_and_mul_fp8(wide), gate / (1 + np.exp(-gate)) * up, slack)
+
+
 def test_gradients_flow():
     x = random((4, 12), torch.float64, 7).requires_grad_()
     weight = random((12,), torch.float64, 8).requires_grad_()
@@ -76,4 +131,8 @@ def test_gradients_flow():
     assert torch.autograd.gradcheck(
         lambda *inputs: REFERENCE_OPS.norm.add_rms_norm(*inputs, 1e-5), (x, residual, weight)
     )
+    assert torch.autograd.gradcheck(
+        lambda *inputs: REFERENCE_OPS.norm.layer_norm(*inputs, 1e-5), (x, weight, residual[0].detach().requires_grad_())
+    )
     assert torch.autograd.gradcheck(REFERENCE_OPS.act.silu_and_mul, (x,))
+    assert torch.autograd.gradcheck(REFERENCE_OPS.act.gelu_and_mul, (x,))

@@ -73,3 +73,36 @@ def test_qk_norm_rotary_is_norm_then_rotation(dtype):
     for our, their in zip(found, theirs, strict=True):
         assert our.dtype == dtype
         torch.testing.assert_close(our, their[0].transpose(0, 1), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_and_the_write_into_the_caches(dtype, normed):
+    q, k, angle = inputs(5, 4, 2, 16, seed=5, dtype=dtype)
+    generator = torch.Generator().manual_seed(6)
+    v = torch.randn(5, 2, 16, generator=generator).to(dtype)
+    caches = [torch.randn(12, 2, 16, generator=generator).to(dtype) for _ in range(2)]
+    slots = torch.tensor([7, 0, 11, 3, 4])
+    norms = [Qwen3RMSNorm(16, eps=1e-5).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.copy_(torch.randn(16, generator=generator))
+    cos, sin = angle.cos().float(), angle.sin().float()
+    twice = [torch.cat((part, part), -1)[None].to(dtype) for part in (cos, sin)]
+    theirs_in = (norms[0](q), norms[1](k)) if normed else (q, k)
+    theirs = [x[0].transpose(0, 1) for x in apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in theirs_in), *twice)]
+    expected = [cache.clone() for cache in caches]
+    for row, slot in enumerate(slots.tolist()):
+        expected[0][slot], expected[1][slot] = theirs[1][row], v[row]
+    rope = REFERENCE_OPS.rope
+    if normed:
+        weights = [norm.weight.detach() for norm in norms]
+        found = rope.qk_norm_rotary_store(q, k, v, *weights, cos, sin, 1e-5, *caches, slots)
+    else:
+        found = rope.rotary_store(q, k, v, cos, sin, *caches, slots)
+    limit = 2e-6 if dtype == torch.float32 else 4e-2
+    for our, their in zip((*found, *caches), (*theirs, *expected), strict=True):
+        assert our.dtype == dtype
+        torch.testing.assert_close(our, their, rtol=limit, atol=limit)
+    untouched = [slot for slot in range(12) if slot not in slots.tolist()]
+    assert torch.equal(caches[0][untouched], expected[0][untouched])
+    assert torch.equal(caches[1], expected[1])

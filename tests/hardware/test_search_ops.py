@@ -1,4 +1,4 @@
-"""One beam step against the same step in plain Python, exactly: numbers are small multiples of 1/8, so fp32 does not round."""
+"""The search's operations against plain Python, exactly: numbers are small multiples of 1/8, so fp32 does not round."""
 
 from __future__ import annotations
 
@@ -190,3 +190,33 @@ def test_strided_logits():
     same = REFERENCE_OPS.search.beam_step(wide[..., ::2].contiguous(), *arguments)
     assert torch.equal(found.score, same.score)
     assert torch.equal(found.node, same.node)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_constrained_topk_equals_sorting_in_python(seed):
+    rng = np.random.default_rng(seed)
+    rows, codes, k = int(rng.integers(1, 5)), int(rng.integers(1, 30)), int(rng.integers(1, 12))
+    logits = eighths(rng, rows, codes)
+    logits[torch.from_numpy(rng.random((rows, codes)) < 0.1)] = DEAD
+    allowed = torch.from_numpy(rng.random((rows, codes)) < rng.random())
+    values, indices = REFERENCE_OPS.search.constrained_topk(logits, allowed, k)
+    assert (values.dtype, indices.dtype) == (torch.float32, torch.int64)
+    for row in range(rows):
+        legal = [(-float(logits[row, code]), code) for code in range(codes) if allowed[row, code]]
+        legal = [pair for pair in sorted(legal) if pair[0] != math.inf][:k]
+        missing = k - len(legal)
+        assert values[row].tolist() == [-value for value, _ in legal] + [DEAD] * missing
+        assert indices[row].tolist() == [code for _, code in legal] + [0] * missing
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (6, 16), (2, 3, 8)])
+def test_restricted_log_softmax_in_float64(shape):
+    generator = torch.Generator().manual_seed(9)
+    hidden, weight = torch.randn(shape, generator=generator), torch.randn(21, shape[-1], generator=generator)
+    logits, lse = REFERENCE_OPS.search.restricted_log_softmax(hidden, weight)
+    wide = hidden.double().numpy() @ weight.double().numpy().T
+    assert lse.shape == shape[:-1]
+    np.testing.assert_allclose(logits.numpy(), wide, atol=1e-5)
+    np.testing.assert_allclose(lse.numpy(), np.logaddexp.reduce(wide, axis=-1), atol=1e-5)
+    half = REFERENCE_OPS.search.restricted_log_softmax(hidden.bfloat16(), weight.bfloat16())
+    assert [part.dtype for part in half] == [torch.float32] * 2
