@@ -31,6 +31,7 @@ MAX_GRAPHS = 3
 # Their results' shapes, or the host's next step, depend on values.
 NOT_CAPTURABLE = (
     "item",
+    "is_nonzero",
     "_local_scalar_dense",
     "nonzero",
     "repeat_interleave",
