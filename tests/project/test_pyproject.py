@@ -11,7 +11,7 @@ import pytest
 from .tree import ROOT, imported_roots, parsed, pyproject, source_files
 
 # Imported only when a feature of that extra is used.
-OPTIONAL = {"sentence_transformers": "text"}
+OPTIONAL = {"sentence_transformers": "text", "pytest": "test"}
 # Part of the public interface of a declared distribution, which pins the version that fits.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
 # Needed by another dependency at run time and never imported by name.

@@ -118,7 +118,7 @@ def check_beams(build: Build, hardware: HardwareBackend, needs: AttentionNeeds, 
     attention = build(needs, hardware.ops)
     cache = WatchedCache(needs, max(sum(lengths) for lengths in BATCHES), hardware)
     for number, lengths in enumerate(BATCHES):
-        _BeamWalk(attention, hardware, cache, lengths, widths, Draw(needs.dtype, seed=10 + number)).run()
+        _BeamWalk(attention, needs, hardware, cache, lengths, widths, seed=10 + number).run()
 
 
 class WatchedCache:
@@ -149,19 +149,20 @@ class _BeamWalk:
     def __init__(
         self,
         attention: AttentionBackend,
+        needs: AttentionNeeds,
         hardware: HardwareBackend,
         cache: WatchedCache,
         lengths: Sequence[int],
         widths: Sequence[int],
-        draw: Draw,
+        seed: int,
     ) -> None:
         self._attention = attention
         self._hardware = hardware
         self._cache = cache
         self._lengths = lengths
         self._widths = widths
-        self._draw = draw
-        self._needs = attention.needs
+        self._draw = Draw(needs.dtype, seed)
+        self._needs = needs
         self._prompts: list[list[tuple[Tensor, Tensor]]] = []  # [layer][request]
         self._taken: list[list[Rows]] = []  # [pass][layer]
 
