@@ -1,0 +1,1 @@
+"""The extension pages, followed literally. A package, so that its modules share `blocks`."""
