@@ -9,16 +9,19 @@ import pytest
 from typer.testing import CliRunner
 
 from polyrec.cli.main import build_app
+from polyrec.hardware import process
 
 SHOP = Path(__file__).parents[2] / "examples" / "shop"
 
 
 @pytest.fixture(scope="session")
 def polyrec():
-    """Runs a command in this process; a fault of the user's comes out as its exception."""
+    """Runs a command as if in a process of its own, which chooses its hardware; a fault comes out as its exception."""
 
     def run(*arguments: object):
-        result = CliRunner().invoke(build_app(), [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process, "_chosen", [])
+            result = CliRunner().invoke(build_app(), [str(argument) for argument in arguments], env={"COLUMNS": "160"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -23,8 +23,9 @@ def process(*arguments):
         (["train", "--data", "absent", "--out", "x"], "not_prepared"),
         (["evaluate", "--data", "absent"], "prepared_incomplete"),
         (["recommend", "absent", "--history", "a"], "model_folder_missing"),
-        (["recommend", "absent", "--history", "a", "--hardware-platform", "abacus"], "registry_name_unknown"),
+        (["recommend", "absent", "--history", "a", "--hardware-platform", "abacus"], "platform_unknown"),
         (["serve", "absent", "--port", "0"], "model_folder_missing"),
+        (["plugins", "new", "no name"], "plugin_name_invalid"),
     ],
 )
 def test_a_mistake_is_told_in_one_breath(arguments, code, tmp_path):

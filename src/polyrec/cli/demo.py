@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..hardware.base.config import HardwareConfig
+from .hardware_flags import hardware_flags
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,11 +22,13 @@ if TYPE_CHECKING:
 HISTORY_SHOWN = 8
 
 
+@hardware_flags
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("polyrec-demo"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of SIDs, weights and batches.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of the recipe's.")] = None,
-    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
+    *,
+    hardware: HardwareConfig,
 ) -> None:
     """Real data → semantic IDs → training → evaluation → recommendations, in a few minutes on two cores.
 
@@ -33,9 +38,9 @@ def demo(
 
     from ..data.interactions import load_histories
     from ..engine.recommender import Recommender
-    from ..hardware import HardwareConfig, get_hardware_backend
+    from ..hardware import get_hardware_backend
 
-    backend = get_hardware_backend(HardwareConfig(platform=hardware_platform))
+    backend = get_hardware_backend(hardware.model_copy(update={"purpose": "train"}))
     started = time.perf_counter()
     console = Console()
     _claim(out, {"seed": seed, "steps": steps})

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
+from ..hardware.base.config import HardwareConfig
+from .hardware_flags import hardware_flags
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from ..data.histories import Histories
     from ..evaluation.baselines import BasketKNNSettings
     from ..evaluation.run import InvalidRate, Ranker
+    from ..hardware import HardwareBackend
 
 
 class StageName(str, Enum):
@@ -34,6 +37,7 @@ class ProtocolChoice(str, Enum):
     both = "both"
 
 
+@hardware_flags
 def evaluate(
     data: Annotated[Path, typer.Option(help="A folder made by `polyrec prepare`.")],
     model: Annotated[Path | None, typer.Option(help="A model folder; without it, the baselines alone.")] = None,
@@ -58,7 +62,8 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=2, help="Bootstrap draws behind the intervals.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of --max-users.")] = 0,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
-    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
+    *,
+    hardware: HardwareConfig,
 ) -> None:
     """Measure a model beside popularity and itemKNN: full ranking, with confidence intervals."""
     from rich.console import Console
@@ -70,6 +75,7 @@ def evaluate(
     from ..evaluation.run import evaluate as run
 
     cuts = _cuts(ks)
+    backend = _backend(hardware, model)
     if out:
         make_parent(out / "evaluation.json")  # before the work: a wrong folder should not cost a minute
     protocols: tuple[ProtocolName, ...] = ("new", "all")
@@ -78,10 +84,8 @@ def evaluate(
     histories = load_histories(data)
     rankings: dict[str, Ranker] = {}
     invalid_rates: dict[str, InvalidRate] = {}
-    if model:
-        rankings, invalid_rates = _model_methods(
-            model, data, histories, beam_width or BEAM_WIDTH, score_rule, hardware_platform
-        )
+    if model is not None and backend is not None:
+        rankings, invalid_rates = _model_methods(model, data, histories, beam_width or BEAM_WIDTH, score_rule, backend)
     with progress_bar() as progress:
         knn_settings = _tuned(histories, progress) if tune_baseline and histories.kind == "basket" else None
         result = run(
@@ -126,20 +130,30 @@ def _cuts(ks: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
+def _backend(hardware: HardwareConfig, model: Path | None) -> HardwareBackend | None:
+    """Where the model runs; None without one: the baselines run in scipy on the host, and hardware flags have no say."""
+    from ..core.errors import ConfigError
+    from ..hardware import get_hardware_backend
+
+    if model is not None:
+        return get_hardware_backend(hardware)
+    if given := [name for name, value in HardwareConfig() if value != getattr(hardware, name)]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError("flag_unused", f"{flags} says where --model runs, and there is none.", "Leave it out.")
+    return None
+
+
 def _model_methods(
-    model: Path, data: Path, histories: Histories, beam_width: int, score_rule: ScoreRule, platform: str
+    model: Path, data: Path, histories: Histories, beam_width: int, score_rule: ScoreRule, backend: HardwareBackend
 ) -> tuple[dict[str, Ranker], dict[str, InvalidRate]]:
     """The model as one more ranking; its catalog's rows must be those of the histories."""
     from functools import partial
 
-    from ..core.config import make_settings
     from ..core.errors import CatalogError
     from ..engine.engine import EngineConfig
     from ..engine.recommender import Recommender
-    from ..hardware.base.registry import HardwareConfig, get_hardware_backend
     from ..sid.catalog import Catalog
 
-    backend = get_hardware_backend(make_settings(HardwareConfig, {"platform": platform}, where="--hardware-platform"))
     recommender = Recommender.from_pretrained(model, backend=backend, config=EngineConfig(score_rule=score_rule))
     if list(recommender.catalog.item_ids) != list(Catalog.load(data / "catalog.parquet").item_ids):
         raise CatalogError(

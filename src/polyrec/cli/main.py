@@ -11,8 +11,10 @@ from rich.console import Console
 
 from .. import __version__
 from ..core.errors import PolyrecError
+from .warning_lines import show_warnings
 
-COMMANDS = ("demo", "prepare", "train", "evaluate", "recommend", "serve")
+COMMANDS = ("demo", "prepare", "train", "evaluate", "recommend", "serve", "devices")
+GROUPS = ("plugins",)
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended: 128 + SIGINT
 
 
@@ -22,7 +24,7 @@ def build_app() -> typer.Typer:
         help="Train and serve generative recommenders.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": with_hyphens},
     )
 
     @app.callback(invoke_without_command=True)
@@ -33,7 +35,17 @@ def build_app() -> typer.Typer:
 
     for name in COMMANDS:
         app.command(name)(getattr(import_module(f"polyrec.cli.{name}"), name))
+    for name in GROUPS:
+        app.add_typer(import_module(f"polyrec.cli.{name}").app, name=name)
     return app
+
+
+def with_hyphens(word: str) -> str:
+    """`extra_ops` as `extra-ops`: how options, command names and choices are compared, so that underscores do as well.
+
+    Click hands every choice through this too, those that are known and those that are given; values stay as they are.
+    """
+    return word.replace("_", "-")
 
 
 def main() -> None:
@@ -41,6 +53,7 @@ def main() -> None:
     # Before torch is imported: OpenMP threads that spin while they wait starve the other threads of a server on few cores
     # (218 to 570 ms a request against 14 to 18, two cores, other work beside it).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    show_warnings()
     try:
         build_app()(standalone_mode=True)
     except PolyrecError as error:

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
+from ..hardware.base.config import HardwareConfig
+from .hardware_flags import hardware_flags
 
 if TYPE_CHECKING:
     from ..core.request import Recommendation, RecommendRequest
     from ..engine.files import FileSummary
     from ..engine.recommender import Recommender
+    from ..hardware import HardwareBackend
 
 COLUMNS = "Columns of --input"
 
@@ -33,6 +36,7 @@ class Cold(str, Enum):
     error = "error"
 
 
+@hardware_flags
 def recommend(
     model: Annotated[Path, typer.Argument(help="A model folder written by `polyrec train`.")],
     input: Annotated[
@@ -74,11 +78,13 @@ def recommend(
     encoding: Annotated[str, typer.Option(help="Text encoding of the file.", rich_help_panel=COLUMNS)] = "utf-8",
     as_json: Annotated[bool, typer.Option("--json", help="Answer or summary as JSON on standard output.")] = False,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
-    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
+    *,
+    hardware: HardwareConfig,
 ) -> None:
     """Recommend items: for one history given here, or for every user of a file."""
     from ..core.request import RecommendRequest
     from ..engine.history_files import open_histories, parse_baskets
+    from ..hardware import get_hardware_backend
 
     of_files = {
         "--user-column": user_column,
@@ -87,6 +93,7 @@ def recommend(
         "--time-format": time_format,
     }
     _check_flags(input, output, history, [flag for flag, value in of_files.items() if value is not None])
+    backend = get_hardware_backend(hardware)
     template = RecommendRequest(
         history=parse_baskets(history or ""),
         n=n,
@@ -98,7 +105,7 @@ def recommend(
         cold=cold.value,
     )
     if input is None:
-        recommender = _load(model, batch_size, score_rule, hardware_platform)
+        recommender = _load(model, batch_size, score_rule, backend)
         _warn_unknown_filters(recommender, template)
         answer = recommender.recommend_batch([template])[0]
         if as_json:
@@ -118,7 +125,7 @@ def recommend(
         encoding=encoding,
         time_format=time_format,
     )
-    recommender = _load(model, batch_size, score_rule, hardware_platform)
+    recommender = _load(model, batch_size, score_rule, backend)
     _warn_unknown_filters(recommender, template)
     assert output is not None
     summary = _run(recommender, source, output, template, batch_size)
@@ -190,14 +197,11 @@ def _items(flag: str, value: str | None, item_column: str | None) -> list[str] |
     return ids
 
 
-def _load(model: Path, batch_size: int, score_rule: ScoreRule, platform: str) -> Recommender:
-    from ..core.config import make_settings
+def _load(model: Path, batch_size: int, score_rule: ScoreRule, backend: HardwareBackend) -> Recommender:
     from ..engine.engine import EngineConfig
     from ..engine.recommender import Recommender
     from ..engine.scheduler import BatchLimits
-    from ..hardware import HardwareConfig, get_hardware_backend
 
-    backend = get_hardware_backend(make_settings(HardwareConfig, {"platform": platform}, where="--hardware-platform"))
     config = EngineConfig(score_rule=score_rule, limits=BatchLimits(max_requests=batch_size))
     return Recommender.from_pretrained(model, backend=backend, config=config)
 

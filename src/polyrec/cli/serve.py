@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
+from ..hardware.base.config import HardwareConfig
+from .hardware_flags import hardware_flags
 
 
 class LogLevel(str, Enum):
@@ -20,6 +22,7 @@ class LogLevel(str, Enum):
     error = "error"
 
 
+@hardware_flags
 def serve(
     folder: Annotated[Path, typer.Argument(help="A model folder written by `polyrec train`.")],
     host: Annotated[str, typer.Option(help="Address to listen on; any but 127.0.0.1 needs --api-key.")] = "127.0.0.1",
@@ -34,8 +37,9 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds a request may take before it is answered 504.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
-    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
+    *,
+    hardware: HardwareConfig,
 ) -> None:
     """Serve recommendations over HTTP.
 
@@ -44,6 +48,7 @@ def serve(
     """
     from ..core.config import make_settings
     from ..server.launch import run_server
+    from ..server.logs import configure_logs
     from ..server.settings import ServerSettings
 
     values = {
@@ -56,7 +61,9 @@ def serve(
         "timeout": timeout,
         "log_level": log_level.value,
         "score_rule": score_rule,
-        "hardware_platform": hardware_platform,
+        "hardware": hardware,
         "num_threads": num_threads,
     }
-    run_server(folder, make_settings(ServerSettings, values, where="polyrec serve"))
+    settings = make_settings(ServerSettings, values, where="polyrec serve")
+    configure_logs(settings.log_level)  # before the hardware is chosen, whose warnings are log lines too
+    run_server(folder, settings)

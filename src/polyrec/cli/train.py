@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..hardware.base.config import HardwareConfig
+from .hardware_flags import hardware_flags
+
 if TYPE_CHECKING:
     from ..training.recipe import TrainConfig
 
 
+@hardware_flags
 def train(
     data: Annotated[Path, typer.Option(help="A folder made by `polyrec prepare`.")],
     out: Annotated[Path, typer.Option(help="The model folder to make.")],
@@ -38,15 +42,16 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained, and leave.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A summary as JSON on standard output.")] = False,
-    hardware_platform: Annotated[str, typer.Option(help="auto, or a platform's name.")] = "auto",
+    *,
+    hardware: HardwareConfig,
 ) -> None:
     """Train a model on prepared data. An interrupted run goes on with the same command."""
     from ..core.errors import ConfigError
-    from ..hardware import HardwareConfig, get_hardware_backend
+    from ..hardware import get_hardware_backend
     from ..training import run
     from ..training.prepared import read_prepared
 
-    backend = get_hardware_backend(HardwareConfig(platform=hardware_platform))
+    backend = get_hardware_backend(hardware.model_copy(update={"purpose": "train"}))
     flags = {
         "size": size,
         "model_config_file": _text(model_config_file),

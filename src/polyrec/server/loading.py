@@ -15,7 +15,10 @@ NEEDED_FILES = ("config.json", "tokenizer.json", "catalog.parquet")
 
 
 def check_start(folder: Path, settings: ServerSettings) -> None:
-    """What must be right before a port is opened: the folder has its files, and the platform is there and complete."""
+    """What must be right before a port is opened: the platform is there and complete, and the folder has its files."""
+    from ..hardware import get_hardware_backend
+
+    get_hardware_backend(settings.hardware)
     if not folder.is_dir():
         raise CheckpointError(
             "model_folder_missing", f"There is no folder {folder}.", "Give a model folder made by `polyrec train`."
@@ -26,9 +29,6 @@ def check_start(folder: Path, settings: ServerSettings) -> None:
             f"{folder} lacks {', '.join(missing)}.",
             "Give a model folder made by `polyrec train`.",
         )
-    from ..hardware import HardwareConfig, get_hardware_backend
-
-    get_hardware_backend(HardwareConfig(platform=settings.hardware_platform))
 
 
 def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> Service:
@@ -40,11 +40,11 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     from ..engine.loop import EngineLoop
     from ..engine.recommender import Recommender
     from ..engine.scheduler import BatchLimits
-    from ..hardware import HardwareConfig, get_hardware_backend
+    from ..hardware import get_hardware_backend
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    backend = get_hardware_backend(HardwareConfig(platform=settings.hardware_platform))
+    backend = get_hardware_backend(settings.hardware)
     config = EngineConfig(score_rule=settings.score_rule, limits=BatchLimits(max_requests=settings.max_batch))
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))

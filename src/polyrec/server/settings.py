@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 from ..core.config import Settings
 from ..core.errors import ConfigError
 from ..core.request import ScoreRule
+from ..hardware.base.config import HardwareConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 NO_KEY_HOSTS = ("127.0.0.1", "localhost")
@@ -20,7 +21,8 @@ class ServerSettings(Settings):
     max_queue: requests that may wait; one more gets 429. max_n: largest n and beam_width of a request.
     max_batch: requests in one engine batch. timeout: seconds a request may take, from its first byte to its answer.
     max_body_bytes: largest request body.
-    score_rule: what a score is (core.request.ScoreRule). num_threads: CPU threads of the engine (None: torch's choice).
+    score_rule: what a score is (core.request.ScoreRule). hardware: the hardware flags.
+    num_threads: CPU threads of the engine (None: torch's choice).
     """
 
     host: str = "127.0.0.1"
@@ -33,7 +35,7 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     log_level: LogLevel = "info"
     score_rule: ScoreRule = "level"
-    hardware_platform: str = "auto"
+    hardware: HardwareConfig = HardwareConfig()
     num_threads: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
