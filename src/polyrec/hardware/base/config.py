@@ -52,4 +52,8 @@ class HardwareConfig(Settings):
         pins = [str(text).partition("=") for text in value]
         if bad := [f"{field}{equals}{name}" for field, equals, name in pins if not (field.strip() and name.strip())]:
             raise ValueError(f"{bad[0]!r} is not of the form norm.rms_norm=plugin")
-        return {field.strip(): name.strip() for field, _, name in pins}
+        found: dict[str, str] = {}
+        for field, name in ((field.strip(), name.strip()) for field, _, name in pins):
+            if found.setdefault(field, name) != name:
+                raise ValueError(f"{field!r} is given to {found[field]!r} and to {name!r}")
+        return found
