@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ....core.errors import HardwareError
-from ...base.runtime import Event, MemoryInfo, RngState, Runtime, Stream
+from ...base.runtime import Event, MemoryInfo, RngState, Runtime, Stream, check_rng_state
 
 
 class AscendRuntime(Runtime):
@@ -90,9 +90,9 @@ class AscendRuntime(Runtime):
         return {"host": torch.get_rng_state(), "device": self._library.npu.get_rng_state(self.device)}
 
     def set_rng_state(self, state: RngState) -> None:
+        check_rng_state(state, {"host", "device"})
         torch.set_rng_state(state["host"])
-        if "device" in state:  # a run that began on the host has none
-            self._library.npu.set_rng_state(state["device"], self.device)
+        self._library.npu.set_rng_state(state["device"], self.device)
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
         return nullcontext() if dtype is None else torch.autocast(self._device_type, dtype=dtype)
