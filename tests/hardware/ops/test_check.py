@@ -14,7 +14,7 @@ from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops.check import CheckRaised, check_op
 from polyrec.hardware.ops.draw import Draw
-from polyrec.hardware.ops.spec import FLOATS, MISSING, group_specs, op_claims
+from polyrec.hardware.ops.spec import FLOATS, MISSING, Claims, claims_of, group_specs, op, op_claims
 
 SPECS = {f"{group}.{name}": spec for group, cls in op_groups().items() for name, spec in group_specs(cls).items()}
 CPU = CpuBackend()
@@ -86,9 +86,16 @@ def test_a_decomposition_claims_no_more_than_its_parts():
         "rope.rotary": op_claims(dtypes=(torch.bfloat16,), train=False, graph_safe=False)(lambda *args: None),
     }
     made = SPECS["rope.qk_norm_rotary"].decompose(parts.__getitem__)
-    assert made.__polyrec_op_claims__.dtypes == (torch.bfloat16,)
-    assert made.__polyrec_op_claims__.train is False
-    assert made.__polyrec_op_claims__.graph_safe is False
+    assert claims_of(made) == Claims((torch.bfloat16,), train=False, graph_safe=False)
+
+
+def test_a_decomposition_that_is_one_of_its_parts_leaves_that_parts_claims():
+    parts = {name: op_claims(train=train)(lambda: None) for name, train in (("a.one", None), ("a.two", False))}
+    spec = op(
+        reference("norm.rms_norm"), "", None, tier="D", needs=tuple(parts), decompose=lambda lookup: lookup("a.one")
+    )
+    assert claims_of(spec["spec"].decompose(parts.__getitem__)).train is False
+    assert claims_of(parts["a.one"]).train is None
 
 
 # Faults, each in an operation that is right otherwise.

@@ -108,13 +108,17 @@ def op(
 
 
 def _decompose_with_claims(decompose: Callable[[Lookup], Function], needs: tuple[str, ...], lookup: Lookup) -> Function:
-    parts = [claims_of(lookup(need)) for need in needs]
-    limits = [part.dtypes for part in parts if part.dtypes is not None]
+    parts = [lookup(need) for need in needs]
+    made = decompose(lookup)
+    if made in parts:
+        made = functools.partial(made)  # the part keeps its own claims
+    claims = [claims_of(part) for part in parts]
+    limits = [claim.dtypes for claim in claims if claim.dtypes is not None]
     return op_claims(
         dtypes=tuple(dtype for dtype in limits[0] if all(dtype in limit for limit in limits)) if limits else None,
-        train=False if any(part.train is False for part in parts) else None,
-        graph_safe=False if any(part.graph_safe is False for part in parts) else None,
-    )(decompose(lookup))
+        train=False if any(claim.train is False for claim in claims) else None,
+        graph_safe=False if any(claim.graph_safe is False for claim in claims) else None,
+    )(made)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
