@@ -238,6 +238,20 @@ def test_failing_again_and_again_is_no_different(graph, device):
     assert graph.capture(lambda: torch.ones(2, device=device) + 1).replay().tolist() == [2, 2]
 
 
+def test_a_failed_capture_does_not_keep_the_allocator_from_giving_back(graph, runtime, device):
+    with pytest.raises(HardwareError):
+        graph.capture(lambda_of(fails_after_a_draw, device))
+    ballast = torch.zeros(256 * MEBI, dtype=torch.uint8, device=device)
+    side = runtime.stream()
+    side.wait_stream(runtime.current_stream())
+    ballast.record_stream(side)  # its memory is free once an event is passed, and events wait for captures to end
+    held = runtime.memory().free
+    del ballast
+    runtime.synchronize()
+    runtime.empty_cache()
+    assert runtime.memory().free >= held + 200 * MEBI
+
+
 def test_a_closed_graph_frees_its_place_and_memory(runtime, device):
     graph = CudaLikeGraph(runtime, max_graphs=1)
     captured = graph.capture(lambda: torch.zeros(128 * MEBI, dtype=torch.uint8, device=device) + 1)

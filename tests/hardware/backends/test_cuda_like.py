@@ -203,20 +203,31 @@ def test_a_failed_capture_keeps_the_cause_and_the_process(module):
     assert graph.budget() == 1
 
 
-def test_the_first_error_is_the_cause_not_that_the_capture_is_broken():
-    module = device_module(graph_parts={"capture_end": None})
+@pytest.mark.parametrize("within", [True, False], ids=["in the function", "at the capture's end"])
+def test_torchs_allocator_is_told_that_a_broken_capture_has_ended(monkeypatch, within):
+    """And the first error is the cause, not that the capture it broke cannot be ended."""
+    module = device_module()
     ends = iter([RuntimeError("capture was invalidated"), None])
 
     def capture_end():
         if (error := next(ends)) is not None:
             raise error
 
-    module._results["CUDAGraph"] = lambda: Recorder(
-        module.calls, "graph.", capture_begin=None, capture_end=capture_end, reset=None
-    )
+    parts = {"capture_begin": None, "capture_end": capture_end, "reset": None}
+    module._results["CUDAGraph"] = lambda: Recorder(module.calls, "graph.", **parts)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: module.calls.append(("end_pool", args, {})))
+    function = raising(ValueError("the reason")) if within else (lambda: None)
     with pytest.raises(HardwareError) as caught:
-        CudaLikeGraph(module=module, warm_ups=0).capture(raising(ValueError("the reason")))
-    assert isinstance(caught.value.__cause__, ValueError)
+        CudaLikeGraph(module=module, warm_ups=0).capture(function)
+    assert isinstance(caught.value.__cause__, ValueError if within else RuntimeError)
+    assert ("end_pool", (0, (0, 7)), {}) in module.calls
+
+
+def test_a_capture_that_cannot_begin_needs_no_mending():
+    module = device_module(graph_parts={"capture_begin": raising(RuntimeError("already capturing"))})
+    with pytest.raises(HardwareError, match="already capturing"):
+        CudaLikeGraph(module=module, warm_ups=0).capture(lambda: None)
+    assert module.names().count("graph.capture_begin") == 1
 
 
 def test_an_error_of_a_warm_up_is_the_functions_own(module):

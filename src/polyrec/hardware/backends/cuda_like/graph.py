@@ -1,7 +1,7 @@
 """Captured graphs over a torch device module that offers what `torch.cuda` offers.
 
-A capture that fails leaves the process as it was: torch's own context manager would leave the side stream current and the
-device's generator waiting for a capture that has ended, so the capture is driven here.
+A capture that fails leaves the process usable: torch's own context manager would leave the side stream current, and its
+allocator and generator within a capture that has ended. So the capture is driven, and mended, here.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class CudaLikeGraph(Graph):
         self._max_graphs = max_graphs
         self._warm_ups = warm_ups
         self._live = 0
+        self._device_type = "cuda" if runtime is None else runtime.device.type
+        self._broken: list[Any] = []
         self._side: Any = None  # one for all captures: the allocator shares a pool's memory only within one stream
 
     def new_pool(self) -> object | None:
@@ -109,21 +111,26 @@ class CudaLikeGraph(Graph):
 
     def _record(self, function: Callable[[], Any], pool: object | None, name: str) -> tuple[Any, Any]:
         module = self._module
+        pool = self.new_pool() if pool is None else pool
         gc.collect()  # a tensor or graph that dies during a capture would free memory within it
         module.synchronize()
         module.empty_cache()
         graph = getattr(module, self._graph_class)()
         try:
-            graph.capture_begin(*(() if pool is None else (pool,)))
+            graph.capture_begin(pool)
             try:
                 result = function()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture is broken already, by the error that goes on
                     graph.capture_end()
+                self._repair(graph, pool)
                 raise
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._repair(graph, pool)
+                raise
         except Exception as error:
-            self._release_generator()
             raise HardwareError(
                 "graph_capture_failed",
                 f"'{name}' could not be captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
@@ -132,17 +139,24 @@ class CudaLikeGraph(Graph):
             ) from error
         return graph, result
 
-    def _release_generator(self) -> None:
-        """A broken capture leaves the device's generator refusing every eager draw; a whole one, of nothing, ends that.
+    def _repair(self, graph: Any, pool: object) -> None:
+        """Undoes what a broken capture leaves behind in torch; most of it until 2.12 or 2.13 (pytorch 180395, 190348).
 
-        (Giving the generator a fresh state would do so too, but part it from the graphs that are captured already.)
+        The allocator still counts a capture, and then gives nothing back to the device; and the generator refuses every
+        eager draw. A whole capture, of nothing, frees the generator. (A fresh state would too, but part it from the graphs
+        that are captured already.) The scratch memory of the broken capture itself may stay reserved in such a torch.
         """
-        graph = getattr(self._module, self._graph_class)()
+        end_pool = getattr(torch._C, f"_{self._device_type}_endAllocateToPool", None)
+        if end_pool is not None:
+            with contextlib.suppress(RuntimeError):  # that this pool has ended: a torch that is mended
+                end_pool(self._module.current_device(), pool)
+                self._broken.append(graph)  # torch's allocator of pinned memory may still refer to it
+        empty = getattr(self._module, self._graph_class)()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the graph is empty
-            graph.capture_begin()
-            graph.capture_end()
-        graph.reset()
+            warnings.simplefilter("ignore")  # that it is empty
+            empty.capture_begin()
+            empty.capture_end()
+        empty.reset()
 
     def _free_place(self) -> None:
         self._live -= 1
