@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class PolyrecError(Exception):
@@ -25,6 +26,16 @@ class PolyrecError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Whatever a subclass takes, an error that a worker raises reaches its parent as it is."""
+        return _restore, (type(self), self.message, self.__dict__)
+
+
+def _restore(cls: type[PolyrecError], message: str, state: dict[str, Any]) -> PolyrecError:
+    error = cls.__new__(cls, message)
+    error.__dict__.update(state)
+    return error
 
 
 class DataError(PolyrecError):
