@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from .distributions import on_path
+from plugin_distributions import on_path
 
 
 @pytest.fixture

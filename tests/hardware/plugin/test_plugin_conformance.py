@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+from plugin_distributions import REGISTER, write_plugin
 from toy_platform import ToyBackend
 
 from polyrec.hardware.choose import Choice
 
 from .building import build, refused
-from .distributions import REGISTER, write_plugin
 
 WHO = ("Plugin 'fast'", "fast-dist 1.2.3", "'norm.rms_norm'", "--extra-ops fast")
 RIGHT = "x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps).to(x.dtype) * weight"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, on_path, unique, write_distribution, write_plugin
 
 from polyrec.hardware import get_hardware_backend
 
 from .building import build, refused
-from .distributions import ATT, OPS, REGISTER, RMS_NORM, on_path, unique, write_distribution, write_plugin
 
 GOOD = RMS_NORM + REGISTER
 WHO = ("Plugin 'fast'", "fast-dist 1.2.3")

@@ -9,6 +9,7 @@ from importlib import import_module, metadata
 
 import pytest
 import torch
+from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, unique, write_distribution, write_plugin
 
 from polyrec import plugin_api
 from polyrec.hardware.table import report_never_called
@@ -16,7 +17,6 @@ from polyrec.models.qwen3 import Qwen3, read_config
 from polyrec.plugin_api import API_VERSION
 
 from .building import build
-from .distributions import ATT, OPS, REGISTER, RMS_NORM, unique, write_distribution, write_plugin
 
 GOOD = RMS_NORM + REGISTER
 TWO = """
