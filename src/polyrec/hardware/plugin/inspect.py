@@ -171,7 +171,7 @@ def _registrations(kind: Kind, module: str, seen: set[str]) -> Iterator[Registra
     seen.add(module)
     source = read_source(module)
     for node, certain in at_import(source.tree.body):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             for inner in _own_modules(node, source):
                 for registration in _registrations(kind, inner, seen):
                     yield dataclasses.replace(registration, conditional=registration.conditional or not certain)
@@ -183,12 +183,15 @@ def _registrations(kind: Kind, module: str, seen: set[str]) -> Iterator[Registra
             yield Registration(UNKNOWN, "called inside a function", source.name, node.lineno, True)
 
 
-def _own_modules(node: ast.ImportFrom, source: Source) -> Iterator[str]:
-    """Modules of the same top-level package that a `from … import …` loads and that have a source."""
-    base = source.absolute(node)
-    if base is None or base.split(".")[0] != source.name.split(".")[0]:
-        return
-    for name in (base, *(f"{base}.{alias.name}" for alias in node.names)):
+def _own_modules(node: ast.Import | ast.ImportFrom, source: Source) -> Iterator[str]:
+    """Modules of the same top-level package that an import loads and that have a source."""
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = source.absolute(node) or ""
+        names = [base, *(f"{base}.{name}" for name in names)]
+    for name in names:
+        if name.split(".")[0] != source.name.split(".")[0]:
+            continue
         try:
             read_source(name)
         except SourceFault:
