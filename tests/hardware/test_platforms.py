@@ -108,6 +108,27 @@ def test_a_process_has_one_backend():
     assert "elsewhere" in found["text"]
 
 
+def test_a_process_that_trains_may_recommend_but_not_the_other_way_round():
+    found = run(
+        """
+        import json
+        from polyrec.core.errors import HardwareError
+        from polyrec.hardware import HardwareConfig, get_hardware_backend, process
+        first = get_hardware_backend(HardwareConfig(hardware_platform="cpu", purpose="train"))
+        same = get_hardware_backend(HardwareConfig(hardware_platform="cpu")) is first
+        process._chosen.clear()
+        get_hardware_backend(HardwareConfig(hardware_platform="cpu"))
+        try:
+            get_hardware_backend(HardwareConfig(hardware_platform="cpu", purpose="train"))
+        except HardwareError as error:
+            print(json.dumps({"same": same, "code": error.code, "text": str(error)}))
+        """
+    )
+    assert found["same"]
+    assert found["code"] == "hardware_chosen_already"
+    assert "purpose='train'" in found["text"]
+
+
 def test_listing_platforms_imports_none():
     found = run(
         """

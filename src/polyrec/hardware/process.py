@@ -73,6 +73,8 @@ def get_hardware_backend(config: HardwareConfig | None = None, *, plan: Hardware
             _chosen.append((config, backend))
             return backend
         earlier, backend = _chosen[0]
+    if config is not None and earlier.purpose == "train":  # what trains also recommends
+        config = config.model_copy(update={"purpose": "train"})
     if config is not None and _settled(config, backend) != _settled(earlier, backend):
         differing = [name for name in type(config).model_fields if getattr(config, name) != getattr(earlier, name)]
         raise HardwareError(
