@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 
 import pytest
 
-from .tree import SOURCE, module_names, pyproject
+from .tree import SOURCE, module_names, parsed, pyproject
 
 HEAVY = {
     "torch",
@@ -82,16 +83,52 @@ except SystemExit as end:
     assert not loaded_by(code) & {"torch", "transformers", "sklearn", "faiss", "matplotlib"}
 
 
+@pytest.mark.parametrize(
+    "arguments", [["plugins"], ["plugins", "--json"], ["plugins", "new", "--help"], ["devices", "-h"]]
+)
+def test_what_needs_no_device_loads_no_torch(arguments):
+    code = f"""
+import sys
+from polyrec.cli.main import main
+sys.argv = ["polyrec", *{arguments!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+    assert not loaded_by(code) & {"torch", "transformers", "sklearn", "faiss", "matplotlib", "polars"}
+
+
+@pytest.mark.parametrize("name", ["base.config", "base.probe", "base.registry", "plugin.common", "plugin.inspect"])
+def test_the_torch_free_part_of_the_hardware_layer(name):
+    assert "torch" not in loaded_by(f"import polyrec.hardware.{name}")
+
+
+def test_the_plugin_api_is_light():
+    assert (
+        not loaded_by("from polyrec.plugin_api import API_VERSION, Plugin, register_att_backend, register_ops") & HEAVY
+    )
+
+
+OPTIONAL = {"transformers", "triton", "flashinfer", "sentence_transformers", "torch_npu", "torch_musa"}
+
+
+def is_a_kernel_file(name: str) -> bool:
+    """Written in Triton, whose decorators run at import: whoever launches a kernel imports its file when it is built."""
+    path = SOURCE.parent.joinpath(*name.split(".")).with_suffix(".py")
+    return path.is_file() and any(isinstance(n, ast.Import) and n.names[0].name == "triton" for n in parsed(path).body)
+
+
 def test_every_module_imports_and_none_needs_an_optional_package():
-    optional = ["transformers", "triton", "flashinfer", "sentence_transformers", "torch_npu", "torch_musa"]
+    modules = [name for name in module_names() if not name.endswith("__main__") and not is_a_kernel_file(name)]
+    assert "polyrec.attention.sdpa" in modules
     code = f"""
 import importlib, sys
-for name in {optional!r}:
+for name in {sorted(OPTIONAL)!r}:
     sys.modules[name] = None  # importing it now raises
-for name in {module_names()!r}:
-    if not name.endswith("__main__"):
-        importlib.import_module(name)
-for name in {optional!r}:
+for name in {modules!r}:
+    importlib.import_module(name)
+for name in {sorted(OPTIONAL)!r}:
     del sys.modules[name]"""
     assert "polyrec" in loaded_by(code)
 

@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from polyrec.cli.main import build_app
 from polyrec.core.errors import ConfigError, DataError, PolyrecError
+from polyrec.hardware import process
 
 
 @pytest.fixture
-def train(shop, tmp_path, sizes_file):
-    """train(*flags, **settings): runs the command with a config file of these settings."""
+def train(shop, tmp_path, sizes_file, monkeypatch):
+    """train(*flags, **settings): runs the command with a config file of these settings, as if in a process of its own."""
+    monkeypatch.setattr(process, "_chosen", [])
 
     def run(*flags, data=shop, **settings):
         values = {
