@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from polyrec.core.errors import CheckpointError, PolyrecError
-from polyrec.hardware import get_hardware_backend
+from polyrec.hardware import HardwareConfig, build_hardware_backend, get_hardware_backend
+from polyrec.hardware.ops.spec import op_claims
+from polyrec.hardware.table import resolve
 from polyrec.models import checkpoint
 from polyrec.models.qwen3 import SPEC
 from polyrec.models.registry import model_spec
@@ -165,3 +168,30 @@ def test_an_unknown_architecture_gets_the_closest_name():
     with pytest.raises(PolyrecError, match="Did you mean 'Qwen3ForCausalLM'") as error:
         model_spec({"architectures": ["Qwen2ForCausalML"]}, "config.json")
     assert error.value.code == "model_unknown"
+
+
+def limited(dtypes, *fields):
+    """The CPU platform with implementations that take only `dtypes`."""
+    backend = build_hardware_backend(HardwareConfig(hardware_platform="cpu"))
+    ops = backend.ops
+    for field in fields:
+        group, _, name = field.partition(".")
+        function = getattr(getattr(ops, group), name)
+        own = op_claims(dtypes=dtypes)(lambda *args, function=function: function(*args))
+        ops = replace(ops, **{group: replace(getattr(ops, group), **{name: own})})
+    backend.table = resolve(type(backend), ops, {}, "warn", "infer")
+    return backend
+
+
+def test_a_dtype_that_an_operation_does_not_take_is_refused(tmp_path):
+    theirs(tmp_path)
+    backend = limited((torch.bfloat16,), "norm.rms_norm", "act.silu_and_mul")
+    with pytest.raises(PolyrecError, match=r"float32.*norm\.rms_norm.*bfloat16.*act\.silu_and_mul") as caught:
+        checkpoint.load_model(tmp_path, backend)
+    assert caught.value.code == "op_dtype_unsupported"
+    assert next(checkpoint.load_model(tmp_path, backend, torch.bfloat16).parameters()).dtype == torch.bfloat16
+
+
+def test_optional_operations_refuse_no_dtype(tmp_path):
+    theirs(tmp_path)
+    assert checkpoint.load_model(tmp_path, limited((torch.bfloat16,), "act.gelu_and_mul"))

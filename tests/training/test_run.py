@@ -374,3 +374,12 @@ def test_a_torn_log_line_is_dropped(tmp_path):
         log.validation(2, 0.5)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == [*whole[:2], {"step": 2, "validation_ndcg@10": 0.5}]
+
+
+def test_plugins_are_asked_about_once_after_the_first_step(data, recipe, backend, tmp_path, monkeypatch):
+    asked, steps = [], []
+    monkeypatch.setattr(run, "report_never_called", asked.append)
+    events = run.RunEvents(on_step=lambda facts: steps.append((facts.step, len(asked))))
+    run.train(data, tmp_path / "out", recipe(steps=3), backend, events=events)
+    assert asked == [backend]
+    assert steps == [(1, 0), (2, 1), (3, 1)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import HardwareError, closest
+from ..core.errors import HardwareError, PolyrecError, closest
 from .base.attention import AttentionBackend, AttentionNeeds
 from .base.config import AUTO
 from .base.registry import attention_names, load_attention
@@ -78,7 +78,7 @@ class AttentionChoice:
                     )
                 return name
             lacking[name] = lacks
-        able = [name for name in self.names() if not self.load(name).support.lacks(needs, self.platform)]
+        able = [name for name in self.names() if name not in lacking and self._could(name, needs)]
         tried = "; ".join(f"'{name}' does not support {', '.join(lacks)}" for name, lacks in lacking.items())
         raise HardwareError(
             "attention_unsupported",
@@ -87,6 +87,13 @@ class AttentionChoice:
             if able
             else "No attention backend installed here can: load a plugin (--extra-att).",
         )
+
+    def _could(self, name: str, needs: AttentionNeeds) -> bool:
+        """Whether a backend that nobody asked for would do; one that cannot be loaded would not."""
+        try:
+            return not self.load(name).support.lacks(needs, self.platform)
+        except PolyrecError:
+            return False
 
     def build(self, needs: AttentionNeeds, ops: PlatformOps) -> AttentionBackend:
         """Selects and constructs."""

@@ -27,6 +27,7 @@ from ..data.loader import ExampleLoader
 from ..data.prompt import PromptBuilder
 from ..engine.folder import CATALOG, POLYREC_JSON, write_facts
 from ..hardware.base.backend import HardwareBackend
+from ..hardware.table import report_never_called
 from ..models.checkpoint import save_model
 from ..models.extend import SINGLE as WEIGHTS
 from ..sid.catalog import Catalog
@@ -119,12 +120,15 @@ def train(
         )
     _write_provenance(data, out, config)  # late: a recipe that is refused must not claim the folder
     progress = run.trainer.progress
+    first_step = progress.step + 1
     events.on_start(progress.step, config.steps)
     with _Log(out / RUN, progress.step) as log:
 
         def after_step(facts: StepFacts) -> bool:
             log.step(facts)
             events.on_step(facts)
+            if facts.step == first_step:
+                report_never_called(backend)
             more = True
             if config.validates and (facts.step % config.eval_every == 0 or facts.step == config.steps):
                 ndcg = validator.ndcg()
