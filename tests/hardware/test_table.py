@@ -81,6 +81,14 @@ def test_strict_refuses_every_fallback_and_names_them():
     assert "norm.rms_norm" not in message.replace("add_rms_norm", "")
 
 
+def test_strict_also_names_what_would_fall_back_once_the_required_operations_are_there():
+    ops = with_norm(rms_norm=MISSING, add_rms_norm=MISSING)
+    message = refused("op_missing", ops=ops, fallback="strict")
+    assert "norm.rms_norm (required)" in message
+    assert "norm.add_rms_norm (would fall back" in message
+    assert "norm.add_rms_norm" not in refused("op_missing", ops=ops)
+
+
 def test_a_fallback_is_reported_once_and_counted(caplog):
     found = table(with_norm(add_rms_norm=MISSING))
     row = found.row("norm.add_rms_norm")

@@ -171,6 +171,9 @@ class _Resolver:
         self._missing: list[str] = []
         self._refused: list[str] = []
         self._infer_only: list[str] = []
+        self._absent_for_now: set[str] = (
+            set()
+        )  # required, or made of nothing but such: the next start would miss them again
 
     def get(self, field: str) -> Function:
         """The function behind a field; chosen once."""
@@ -215,14 +218,19 @@ class _Resolver:
     def _fall_back(self, field: str, spec: OpSpec, infer_only: Function | None) -> Function:
         """What stands in for a missing field; infer_only: the platform's own, which cannot be trained with."""
         needed = self._purpose == "train" or "infer" in spec.modes  # training infers too, when it validates
+        lacking = {need for need in spec.needs if isinstance(self.get(need), Missing)}
         made, source = None, "reference"
-        if spec.decompose is not None and not any(isinstance(self.get(need), Missing) for need in spec.needs):
+        if spec.decompose is not None and not lacking:
             made, source = spec.decompose(self.get), " + ".join(spec.needs)
         elif infer_only is not None:
             made = spec.reference
         if made is None:
             if spec.tier == "R" and needed:
                 self._missing.append(field)
+                self._absent_for_now.add(field)
+            elif spec.tier == "D" and needed and lacking <= self._absent_for_now:
+                self._absent_for_now.add(field)
+                self._refused += [field] if self._fallback == "strict" else []
             self.rows[field] = OpRow(field, "", "absent", "", spec.tier, False, (), False, False)
             return Missing(field)
         if self._fallback == "strict" and needed:

@@ -40,7 +40,7 @@ def test_plugin_conformance(site, body, word, level):
 
 def test_an_exception_is_kept_as_the_cause(site):
     plugin(site, "raise LookupError('no kernel for this shape')")
-    error = refused("plugin_conformance", *WHO, "raised", extra_ops="fast")
+    error = refused("plugin_conformance", *WHO, "raised", "no kernel for this shape", "float32", extra_ops="fast")
     causes = [error]
     while causes[-1].__cause__:
         causes.append(causes[-1].__cause__)

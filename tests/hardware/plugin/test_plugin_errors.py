@@ -154,6 +154,7 @@ def test_plugin_dtype(site, dtypes):
     ("line", "cause", "words"),
     [
         ("import no_such_module_at_all", ModuleNotFoundError, ["no_such_module_at_all' belongs to"]),
+        ("raise SystemExit('bye')", SystemExit, ["SystemExit: bye", "--extra-ops fast"]),
         ("1 / 0", ZeroDivisionError, ["ZeroDivisionError: division by zero", "--extra-ops fast"]),
     ],
 )

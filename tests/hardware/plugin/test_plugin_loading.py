@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -12,11 +13,15 @@ import torch
 from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, unique, write_distribution, write_plugin
 
 from polyrec import plugin_api
+from polyrec.hardware.backends.cpu import CpuBackend
+from polyrec.hardware.choose import Choice
+from polyrec.hardware.ops import REFERENCE_OPS
+from polyrec.hardware.ops.spec import MISSING
 from polyrec.hardware.table import report_never_called
 from polyrec.models.qwen3 import Qwen3, read_config
 from polyrec.plugin_api import API_VERSION
 
-from .building import build
+from .building import build, refused
 
 GOOD = RMS_NORM + REGISTER
 TWO = """
@@ -225,3 +230,20 @@ def test_every_name_of_the_api_exists_and_others_do_not():
     assert set(plugin_api.__all__) <= set(dir(plugin_api))
     with pytest.raises(AttributeError, match="no attribute 'register_op'"):
         _ = plugin_api.register_op
+
+
+class NormLess(CpuBackend):
+    """A platform without its own rms_norm, which all need."""
+
+    def __init__(self):
+        norms = dataclasses.replace(REFERENCE_OPS.norm, rms_norm=MISSING, add_rms_norm=MISSING)
+        super().__init__(ops=dataclasses.replace(REFERENCE_OPS, norm=norms))
+
+
+def test_a_plugin_makes_a_platform_start_that_lacks_a_required_operation(site, monkeypatch):
+    write_plugin(site, "fast", GOOD)
+    monkeypatch.setattr("polyrec.hardware.process.choose_platform", lambda config: Choice(NormLess, 0))
+    refused("op_missing", "'cpu'", "norm.rms_norm (required)", "norm.add_rms_norm", "--extra-ops", fallback="strict")
+    backend = build(extra_ops="fast", fallback="allow")
+    small_model(backend)(torch.arange(3), torch.arange(3), Causal())
+    assert backend.table.calls["norm.rms_norm"].count == 1 + backend.table.calls["norm.add_rms_norm"].count == 7

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ...core.errors import HardwareError, closest
 from ..base.config import HardwareConfig
 from .declare import Declared, check_declaration, read_declaration
-from .records import Record, loading, records_of, reentrant, refuse_while_loading
+from .records import Record, loading, records_of, reentrant
 from .scan import Installed, Scan, scan_installed
 from .source import FLAGS, GROUPS, KINDS, Kind, PluginError, PluginSource
 
@@ -139,7 +139,7 @@ def _importing(source: PluginSource, module: str | None, what: str) -> Iterator[
             yield
         except PluginError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module that exits would end the command without a word
             lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
             raise PluginError(
                 "plugin_import_failed",
@@ -150,6 +150,3 @@ def _importing(source: PluginSource, module: str | None, what: str) -> Iterator[
             ) from error
         if state.entered:  # the module caught the refusal
             raise reentrant(state)
-
-
-__all__ = ["Loaded", "Plugins", "configure_plugins", "refuse_while_loading"]

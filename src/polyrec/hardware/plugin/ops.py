@@ -92,9 +92,10 @@ def verify_ops(replacements: Mapping[str, Replacement], backend: HardwareBackend
                 level=config.verify_plugins,
             )
         except CheckRaised as error:
-            raise _nonconforming(replacement, field, str(error)) from error
+            cause = error.__cause__
+            raise _nonconforming(replacement, field, f"{error} ({type(cause).__name__}: {cause})") from error
         if faults:
-            raise _nonconforming(replacement, field, "; ".join(fault.message for fault in faults))
+            raise _nonconforming(replacement, field, "; ".join(map(str, faults)))
 
 
 def _fields_of(plugin: Loaded) -> dict[str, Function]:
