@@ -13,10 +13,15 @@ from polyrec.core.errors import ConfigError, DataError, PolyrecError
 from polyrec.hardware import process
 
 
-@pytest.fixture
-def train(shop, tmp_path, sizes_file, monkeypatch):
-    """train(*flags, **settings): runs the command with a config file of these settings, as if in a process of its own."""
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch):
+    """A command chooses its hardware as if no other test had."""
     monkeypatch.setattr(process, "_chosen", [])
+
+
+@pytest.fixture
+def train(shop, tmp_path, sizes_file):
+    """train(*flags, **settings): runs the command with a config file of these settings."""
 
     def run(*flags, data=shop, **settings):
         values = {
