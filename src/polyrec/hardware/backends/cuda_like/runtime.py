@@ -95,7 +95,8 @@ class CudaLikeRuntime(Runtime):
         self.module.empty_cache()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_pinned() else tensor.pin_memory()
+        # An expanded tensor has fewer elements than its shape says, and cannot be pinned as it is.
+        return tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The pinned copy is safe to drop: torch keeps its memory until the stream has passed the copy."""
