@@ -7,6 +7,7 @@ on the same tensors with other host numbers. A gate (ExternalEvent) that a repla
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -36,6 +37,12 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None:
         self._log.append(("Stream.wait_stream", {"self": self.name, "stream": stream.name}))
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(("Stream.wait_event", {"self": self.name}))
+
+    def synchronize(self) -> None:
+        self._log.append(("Stream.synchronize", {"self": self.name}))
 
 
 class Tape(TorchDispatchMode):
@@ -107,9 +114,21 @@ class Npu:
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
                 self.timing = enable_timing
+                self.time: float | None = None
 
             def record(self, stream: Stream | None = None) -> None:
                 npu.note("Event.record", stream=(stream or npu._current).name)
+                self.time = time.perf_counter()
+
+            def query(self) -> bool:
+                return self.time is not None
+
+            def elapsed_time(self, end_event: Event) -> float:
+                assert all(event.timing for event in (self, end_event)), "stand-in: made without timing"
+                begin, end = (event.time for event in (self, end_event))
+                assert begin is not None, "stand-in: not recorded"
+                assert end is not None, "stand-in: not recorded"
+                return 1000 * (end - begin)
 
             def synchronize(self) -> None:
                 npu.note("Event.synchronize")

@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 import polyrec.hardware.backends.ascend as platform
+from polyrec.hardware.base.runtime import Event, Stream
 
 SOURCE = Path(platform.__file__).parent
 FIXTURE = Path(__file__).with_name("torch_npu_schemas.yaml")
@@ -92,9 +93,21 @@ def fault(use: Use, names: dict[str, str]) -> str | None:
 
 
 def source_uses() -> list[Use]:
-    """All uses in the platform's folder."""
+    """All uses in the platform's folder, and those of the objects that it hands out."""
     files = sorted(SOURCE.rglob("*.py"))
-    return [use for path in files for use in uses(path.read_text(encoding="utf-8"), str(path.relative_to(SOURCE)))]
+    found = [use for path in files for use in uses(path.read_text(encoding="utf-8"), str(path.relative_to(SOURCE)))]
+    return found + contract_uses()
+
+
+def contract_uses() -> list[Use]:
+    """What callers of a runtime do with its streams and events, which are torch_npu's own objects."""
+    found = []
+    for cls in (Event, Stream):
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            if not name.startswith("_"):
+                positions = len(inspect.signature(method).parameters) - 1
+                found.append(Use("base/runtime.py", f"npu.{cls.__name__}.{name}", True, positions))
+    return found
 
 
 def uses(source: str, file: str = "source") -> Iterator[Use]:

@@ -174,8 +174,9 @@ def fused_infer_attention_score(query: Tensor, key: Tensor, value: Tensor, **opt
         for head in range(heads):
             keys, values = (part[request, :length, head // group].double() for part in (key, value))
             scores = query[request, :end, head].double() @ keys.T * options["scale"]
-            if options["sparse_mode"] == 2:
-                scores = scores.masked_fill(options["atten_mask"][:end, :length], float("-inf"))
+            if options["atten_mask"] is not None:
+                mask = options["atten_mask"] if options["sparse_mode"] == 2 else options["atten_mask"][request, 0]
+                scores = scores.masked_fill(mask[:end, :length], float("-inf"))
             out[request, :end, head] = (torch.softmax(scores, -1) @ values).to(out.dtype)
             lse[request, head, :end, 0] = torch.logsumexp(scores, -1).float()
     return out, lse if options["softmax_lse_flag"] else torch.zeros(1)
@@ -196,7 +197,9 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
         require(mask.shape == (MASK_SIZE, MASK_SIZE) and mask.dtype == torch.bool, "mask [2048, 2048]")
         require(bool(mask[0, 1]) and not bool(mask[1, 0]) and not bool(mask[1, 1]), "True hides, above the diagonal")
     else:
-        require(options["sparse_mode"] == 0 and mask is None, f"sparse_mode {options['sparse_mode']}")
+        require(options["sparse_mode"] == 0, f"sparse_mode {options['sparse_mode']}")
+        whole = (requests, 1, num_queries, key.shape[1])
+        require(mask is None or (mask.dtype == torch.bool and tuple(mask.shape) == whole), f"mask, not {whole}")
     for lengths, longest in (
         (options["actual_seq_lengths"], num_queries),
         (options["actual_seq_lengths_kv"], key.shape[1]),

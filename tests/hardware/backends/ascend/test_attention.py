@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polyrec.attention.layout import packed_layout
-from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.ascend.attention import AscendAttention
 from polyrec.hardware.backends.ascend.graph import AscendGraph
 from polyrec.hardware.backends.ascend.ops import ascend_ops
@@ -144,6 +143,27 @@ def test_views_of_a_fused_product_are_taken(library):
     close(plan.run(0, query, key, value)[-1], reference(query[-1], key, value))
 
 
+def test_beams_that_are_views_of_a_fused_product_are_taken(batch):
+    batch.prefill()
+    plain = batch.search()
+    for layers in batch.beams:
+        layers[:] = [list(torch.cat(parts, 1).split((HEADS, KV_HEADS, KV_HEADS), 1)) for parts in layers]
+    for ours, theirs in zip(batch.search(), plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_padding_is_computed_neither_as_key_nor_as_query(library, batch):
+    batch.prefill()
+    prompts = [given for name, given in library.calls if name == "npu_fused_infer_attention_score"]
+    assert [(given["actual_seq_lengths"], given["actual_seq_lengths_kv"]) for given in prompts] == [
+        (LENGTHS, LENGTHS)
+    ] * 2
+    library.calls.clear()
+    batch.search()
+    beams = [given for name, given in library.calls if name == "npu_fused_infer_attention_score"]
+    assert [(given["actual_seq_lengths"], given["actual_seq_lengths_kv"]) for given in beams] == [(None, LENGTHS)] * 6
+
+
 def test_beams_see_their_prompt_and_their_own_tokens(batch):
     batch.prefill()
     for step, layers in enumerate(batch.search()):
@@ -224,10 +244,3 @@ def test_what_it_lacks_is_said(changes, words):
     for text, word in zip(lacking, words, strict=True):
         assert word in text
     assert AscendAttention.support.lacks(needs(), "nvidia") == ["platform nvidia"]
-
-
-def test_branches_are_refused(library):
-    layout = packed_layout(torch.tensor([3]), torch.tensor([0, 1, 2]))
-    with pytest.raises(HardwareError, match="branches") as caught:
-        AscendAttention(needs(), ascend_ops(library), library).packed(layout)
-    assert caught.value.code == "attention_unsupported"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.errors import HardwareError
 from ...base.attention import (
     AttentionBackend,
     AttentionNeeds,
@@ -26,8 +25,10 @@ from .graph import Numbers, current_capture
 from .library import load_library
 
 STATE = "lengths"
-NO_MASK = 0  # sparse_mode: with no mask given, every query sees its request's whole prompt
-CAUSAL = 2  # sparse_mode: query i sees keys 0…i; the mask is a lower triangle of this fixed size, whatever the lengths
+WHOLE = (
+    0  # sparse_mode: the mask is a full one [R, 1, L, L], or none, and then every query sees its request's whole prompt
+)
+CAUSAL = 2  # sparse_mode: query i sees keys 0…i; the mask is a triangle of this fixed size, whatever the lengths
 MASK_SIZE = 2048
 Pair = tuple[Tensor, Tensor]
 
@@ -46,12 +47,6 @@ class AscendAttention(AttentionBackend):
         self.kernel = FusedAttention(load_library() if library is None else library, needs)
 
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
-        if layout.branch is not None:
-            raise HardwareError(
-                "attention_unsupported",
-                "Attention 'ascend' has no branches, which only training packs.",
-                "Use --attention sdpa.",
-            )
         return PromptPlan(self.kernel, self.ops, layout, cache)
 
     def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
@@ -66,29 +61,48 @@ class FusedAttention:
         self.needs = needs
         self._causal_mask: Tensor | None = None
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths, *, causal: bool) -> Pair:
-        """query [R, Q, H, D], key and value [R, L, KV, D] -> (attention [R, Q, H, D], log-sum-exp fp32 [R, H, Q, 1]).
+    def prompts(self, query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths, mask: Tensor | None) -> Tensor:
+        """query [R, L, H, D], key and value [R, L, KV, D] -> [R, L, H, D], undefined behind each request's length.
 
-        Each row of keys ends at its request's length. causal: queries stand at the same places as keys, and end there too;
-        no log-sum-exp then, but an fp32 [1] of nothing.
+        mask: bool [R, 1, L, L], True where a query (row) does not see a key; None: causal.
         """
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        # The mask's layout is fixed for several queries; a single one stands at the only key and needs none.
-        mask = self._mask(query.device) if causal and query.shape[1] > 1 else None
+        if (
+            mask is None and query.shape[1] > 1
+        ):  # a single query stands at the only key, and its kernel takes no triangle
+            return self._run(query, key, value, lengths, self._triangle(query.device), CAUSAL, beams=False)[0]
+        return self._run(query, key, value, lengths, mask, WHOLE, beams=False)[0]
+
+    def beams(self, query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths) -> Pair:
+        """query [R, W, H, D] over prompts [R, L, KV, D] -> (attention [R, W, H, D], log-sum-exp fp32 [R, H, W, 1])."""
+        return self._run(query, key, value, lengths, None, WHOLE, beams=True)
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: PackedLengths,
+        mask: Tensor | None,
+        sparse_mode: int,
+        *,
+        beams: bool,
+    ) -> Pair:
+        """beams: queries are all real, and their log-sum-exp is asked; else they end where keys do, and it is an fp32 [1]."""
+        query = query.contiguous()  # beams' may be views of a fused product; the rest was gathered
         options = {
             "atten_mask": mask,
             "num_heads": query.shape[2],
             "num_key_value_heads": key.shape[2],
             "scale": query.shape[3] ** -0.5,
             "input_layout": "BSND",
-            "sparse_mode": CAUSAL if mask is not None else NO_MASK,
-            "softmax_lse_flag": not causal,
+            "sparse_mode": sparse_mode,
+            "softmax_lse_flag": beams,
         }
         capture = current_capture()
         numbers = {STATE: lengths.on_host(capturing=capture is not None)}
 
         def of_queries(now: Numbers) -> list[int] | None:
-            return now[STATE] if causal else None
+            return None if beams else now[STATE]
 
         if capture is None:
             return self._library.npu_fused_infer_attention_score(
@@ -109,7 +123,7 @@ class FusedAttention:
             **options,
         )
         out = torch.empty_like(query)
-        lse_shape = (1,) if causal else (query.shape[0], query.shape[2], query.shape[1], 1)
+        lse_shape = (query.shape[0], query.shape[2], query.shape[1], 1) if beams else (1,)
         lse = query.new_empty(lse_shape, dtype=torch.float32)
 
         def launch(now: Numbers) -> None:
@@ -127,7 +141,7 @@ class FusedAttention:
         capture.task(launch, numbers)
         return out, lse
 
-    def _mask(self, device: torch.device) -> Tensor:
+    def _triangle(self, device: torch.device) -> Tensor:
         """bool [2048, 2048], True where a query does not see a key; made in the warm-up, before any capture."""
         if self._causal_mask is None:
             ones = torch.ones((MASK_SIZE, MASK_SIZE), dtype=torch.bool, device=device)
@@ -164,13 +178,22 @@ class PromptPlan:
         self._cache = cache
         self._lengths = PackedLengths(layout)
         self._slots = torch.arange(len(layout.flat), device=layout.flat.device)
+        self._mask = None if layout.branch is None else branch_mask(layout.branch[layout.padded])
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._cache is not None:
             self._ops.kv.write(key, value, *self._cache.layer(layer), self._slots)
         padded = self._layout.padded
-        out, _ = self._kernel.run(query[padded], key[padded], value[padded], self._lengths, causal=True)
+        out = self._kernel.prompts(query[padded], key[padded], value[padded], self._lengths, self._mask)
         return out.flatten(0, 1).index_select(0, self._layout.flat).flatten(1)
+
+
+def branch_mask(branch: Tensor) -> Tensor:
+    """branch int64 [R, L] of each place -> bool [R, 1, L, L], True where a query (row) does not see a key: a later one, or
+    one of another branch."""
+    place = torch.arange(branch.shape[1], device=branch.device)
+    seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    return ~(seen & (place[:, None] >= place))[:, None]
 
 
 class AscendSearch(SearchAttention):
@@ -202,7 +225,7 @@ class BeamPlan:
         rows, heads, dim = query.shape
         # All beams of a request are queries against one copy of its prompt.
         by_request = query.unflatten(0, (search.num_requests, -1))
-        out, lse = search.kernel.run(by_request, *search.prompt[layer], search.lengths, causal=False)
+        out, lse = search.kernel.beams(by_request, *search.prompt[layer], search.lengths)
         parts = [out.flatten(0, 1).float()]
         scores = [lse.squeeze(-1).transpose(1, 2).flatten(0, 1)]
         group = heads // key.shape[1]

@@ -28,7 +28,7 @@ class AscendLinear:
         if not 1 < len(weight) <= MAX_GROUPS or len(x) == 0:
             return reference_grouped_mm(x, weight, group_sizes)
         return self._library.npu_grouped_matmul(
-            [x.contiguous()],
+            [x],
             [weight.transpose(1, 2)],
             group_list=group_sizes,
             split_item=ONE_RESULT,
