@@ -29,6 +29,7 @@ from .ops import (
     CUDA_LIKE_ROPE_OPS,
     CUDA_LIKE_SAMPLING_OPS,
     CUDA_LIKE_SEARCH_OPS,
+    cuda_like_ops,
 )
 from .probe import probe_cuda_like
 from .runtime import CudaLikeRuntime
@@ -50,6 +51,7 @@ __all__ = [
     "CudaLikeRuntime",
     "NvidiaBackend",
     "Variant",
+    "cuda_like_ops",
 ]
 
 
@@ -67,14 +69,18 @@ class CudaLikeBackend(HardwareBackend):
         ops: PlatformOps | None = None,
         capabilities: Capabilities | None = None,
     ) -> None:
-        """Each part may be another backend's; None is this one's own. Capabilities are asked of the current device."""
+        """Each part may be another backend's; None is this one's own. Capabilities are asked of the current device.
+
+        Operations are Triton's where it is installed, settled here for the life of the process.
+        """
         variant = self.variant
+        capabilities = capabilities or capabilities_of(variant, torch.cuda)
         runtime = runtime or CudaLikeRuntime(collectives=variant.collectives, visible_devices=variant.visible[0])
         super().__init__(
             runtime=runtime,
             graph=graph or CudaLikeGraph(runtime),
-            ops=ops or CUDA_LIKE_OPS,
-            capabilities=capabilities or capabilities_of(variant, torch.cuda),
+            ops=ops or cuda_like_ops(triton=Machine().has_package("triton"), fp8=capabilities.fp8),
+            capabilities=capabilities,
         )
 
     @classmethod

@@ -1,9 +1,13 @@
-"""The operations of CUDA-like platforms, group by group: torch's own kernels, but for what a captured graph needs otherwise.
+"""The operations of CUDA-like platforms, group by group, in two forms.
 
-None of these needs more than torch, so other platforms take them too.
+`CUDA_LIKE_OPS` is torch's own kernels, but for what a captured graph needs otherwise. It needs no more than torch, so other
+platforms take it too. `cuda_like_ops` replaces fields of it by Triton's kernels, where Triton is installed.
 """
 
 from __future__ import annotations
+
+import functools
+from dataclasses import replace
 
 from ....ops import (
     REFERENCE_ACT_OPS,
@@ -15,7 +19,11 @@ from ....ops import (
     REFERENCE_SAMPLING_OPS,
     PlatformOps,
 )
-from .linear import CUDA_LIKE_LINEAR_OPS
+from .act import act_ops
+from .kv import kv_ops
+from .linear import CUDA_LIKE_LINEAR_OPS, linear_ops
+from .norm import norm_ops
+from .rope import rope_ops
 from .search import CUDA_LIKE_SEARCH_OPS
 
 CUDA_LIKE_NORM_OPS = REFERENCE_NORM_OPS
@@ -37,3 +45,18 @@ CUDA_LIKE_OPS = PlatformOps(
     moe=CUDA_LIKE_MOE_OPS,
     loss=CUDA_LIKE_LOSS_OPS,
 )
+
+
+@functools.cache
+def cuda_like_ops(*, triton: bool, fp8: bool) -> PlatformOps:
+    """triton: whether it can be imported. fp8: whether the device has e4m3, without which Triton does not compile it."""
+    if not triton:
+        return CUDA_LIKE_OPS
+    return replace(
+        CUDA_LIKE_OPS,
+        norm=norm_ops(fp8),
+        act=act_ops(fp8),
+        rope=rope_ops(),
+        linear=linear_ops(fp8),
+        kv=kv_ops(),
+    )

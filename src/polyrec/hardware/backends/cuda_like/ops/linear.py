@@ -1,4 +1,4 @@
-"""Products of e4m3 tensors on devices that multiply them."""
+"""Products of e4m3 tensors and of groups on devices that have them, and the quantisers as Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,22 +8,76 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....ops.linear import REFERENCE_LINEAR_OPS
-from ....ops.linear import scaled_mm as reference_scaled_mm
+from ....ops import linear as reference
+from ....ops.linear import BLOCK, REFERENCE_LINEAR_OPS, Fp8Rows, LinearOps
+from ....ops.spec import FP8, op_claims
 from ..differences import NVIDIA, build_of
+from .launch import kernels, runs_kernel
 
 
 def scaled_mm(
     q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`LinearOps.scaled_mm` in bf16 through torch._scaled_mm, whose row and channel scales are part of the kernel.
+    """`LinearOps.scaled_mm` in bf16 through torch._scaled_mm, whose row and channel scales and bias are part of the kernel.
 
-    It gives no other dtype with such scales, so those go to the reference, as do devices without e4m3 products.
+    It gives no other dtype with such scales, so those go to the reference, as do devices without e4m3 products. Sums are fast
+    ones: without Hopper's second accumulation, whose loss is far below bf16's rounding.
     """
     if out_dtype != torch.bfloat16 or not multiplies_fp8(q.device):
-        return reference_scaled_mm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    total = torch._scaled_mm(q, weight.t(), scale_a=q_scale, scale_b=weight_scale.t(), out_dtype=out_dtype)
-    return total if bias is None else total + bias
+        return reference.scaled_mm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    return torch._scaled_mm(
+        q,
+        weight.t(),
+        scale_a=q_scale,
+        scale_b=weight_scale.t(),
+        bias=bias if bias is None or bias.dtype == out_dtype else bias.to(out_dtype),
+        out_dtype=out_dtype,
+        use_fast_accum=True,
+    )
+
+
+def block_scaled_mm(q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`LinearOps.block_scaled_mm` through a Triton kernel, which sums each block apart."""
+    if not runs_kernel(q):
+        return reference.block_scaled_mm(q, q_scale, weight, weight_scale, out_dtype)
+    out = q.new_empty((len(q), len(weight)), dtype=out_dtype)
+    kernels("block_mm").block_scaled_mm(q, q_scale, weight, weight_scale, out)
+    return out
+
+
+def quantize_fp8(x: Tensor) -> Fp8Rows:
+    """`LinearOps.quantize_fp8`."""
+    if not runs_kernel(x):
+        return reference.quantize_fp8(x)
+    out, scale = x.new_empty(x.shape, dtype=FP8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    kernels("quantize").quantize(x, out, scale)
+    return out, scale
+
+
+def quantize_fp8_blocks(x: Tensor) -> Fp8Rows:
+    """`LinearOps.quantize_fp8_blocks`: blocks are short rows."""
+    if not runs_kernel(x):
+        return reference.quantize_fp8_blocks(x)
+    blocks = x.shape[-1] // BLOCK
+    out, scale = x.new_empty(x.shape, dtype=FP8), x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
+    kernels("quantize").quantize(x.unflatten(-1, (blocks, BLOCK)), out, scale)
+    return out, scale
+
+
+@op_claims(graph_safe=False)  # in bf16 it is; the reference, to which the rest goes, reads group_sizes on the host
+def grouped_mm(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
+    """`LinearOps.grouped_mm` in bf16 through torch._grouped_mm, which reads the sizes on the device, where rows are whole
+    16 bytes; the rest goes to the reference."""
+    _, out_features, in_features = weight.shape
+    if (
+        x.dtype != torch.bfloat16
+        or weight.dtype != torch.bfloat16
+        or in_features % 8
+        or out_features % 8
+        or not (runs_kernel(x, weight) and multiplies_groups(x.device))
+    ):
+        return reference.grouped_mm(x, weight, group_sizes)
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=group_sizes.cumsum(0, dtype=torch.int32))
 
 
 @functools.cache
@@ -34,4 +88,24 @@ def multiplies_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (NVIDIA.fp8_from or ())
 
 
-CUDA_LIKE_LINEAR_OPS = replace(REFERENCE_LINEAR_OPS, scaled_mm=scaled_mm)
+@functools.cache
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether this torch has the kernel of grouped products for the device: written for Hopper and later."""
+    if device.type != "cuda" or build_of(torch) != NVIDIA.build or not hasattr(torch, "_grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+CUDA_LIKE_LINEAR_OPS = replace(REFERENCE_LINEAR_OPS, scaled_mm=scaled_mm, grouped_mm=grouped_mm)
+
+
+def linear_ops(fp8: bool) -> LinearOps:
+    """Those with Triton's kernels. fp8: whether the device has e4m3; without it those results are the reference's."""
+    if not fp8:
+        return CUDA_LIKE_LINEAR_OPS
+    return replace(
+        CUDA_LIKE_LINEAR_OPS,
+        quantize_fp8=quantize_fp8,
+        quantize_fp8_blocks=quantize_fp8_blocks,
+        block_scaled_mm=block_scaled_mm,
+    )

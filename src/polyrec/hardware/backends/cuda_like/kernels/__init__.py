@@ -1,0 +1,5 @@
+"""Triton kernels, one idea a file, each with the launch that picks its constants from shapes. Only these modules import triton.
+
+They take tensors whose last dim is contiguous, check nothing and allocate nothing; `ops/` beside this does both. Constants
+follow from the size of a row, never from the number of rows, so that a row's result does not depend on its batch.
+"""

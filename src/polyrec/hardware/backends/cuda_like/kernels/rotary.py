@@ -1,0 +1,144 @@
+"""What stands between the QKV product and attention, a token a program: norms of the heads, rotation, the write of k and v.
+
+q, k and v may be views of the product's rows; a head's values and a token's heads follow each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .e4m3 import store
+
+
+class Store(NamedTuple):
+    """v [T, KV, D] to write with k, into caches [slots, KV, D], at slots int64 [T]."""
+
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    slots: Tensor
+
+
+@triton.jit
+def _rotated(x, weight, cos, sin, at, half, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of a token's heads, fp32 [heads, D / 2]."""
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        inverse = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+        first *= inverse * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+        second *= inverse * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotate(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    key_cache,
+    value_cache,
+    slots,
+    q_stride,
+    k_stride,
+    v_stride,
+    key_stride,
+    value_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    SIZE: tl.constexpr = 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF_TILE)
+    cosine = tl.load(cos + token * HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+
+    head = tl.arange(0, HEADS_TILE)
+    at = (head * SIZE)[:, None] + half[None, :]
+    inside = (head < HEADS)[:, None] & (half < HALF)[None, :]
+    first, second = _rotated(q + token * q_stride, q_weight, cosine, sine, at, half, inside, eps, HALF, NORM)
+    place = q_out + token * (HEADS * SIZE) + at
+    store(place, first, inside)
+    store(place + HALF, second, inside)
+
+    head = tl.arange(0, KV_TILE)
+    at = (head * SIZE)[:, None] + half[None, :]
+    inside = (head < KV_HEADS)[:, None] & (half < HALF)[None, :]
+    first, second = _rotated(k + token * k_stride, k_weight, cosine, sine, at, half, inside, eps, HALF, NORM)
+    place = k_out + token * (KV_HEADS * SIZE) + at
+    store(place, first, inside)
+    store(place + HALF, second, inside)
+    if STORE:
+        slot = tl.load(slots + token).to(tl.int64)
+        place = key_cache + slot * key_stride + at
+        store(place, first, inside)
+        store(place + HALF, second, inside)
+        value = v + token * v_stride + at
+        place = value_cache + slot * value_stride + at
+        store(place, tl.load(value, mask=inside, other=0.0).to(tl.float32), inside)
+        store(place + HALF, tl.load(value + HALF, mask=inside, other=0.0).to(tl.float32), inside)
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    q_out: Tensor,
+    k_out: Tensor,
+    kept: Store | None,
+) -> None:
+    """Fills q_out [T, H, D] and k_out [T, KV, D]. weights: of the heads' norms [D]. cos, sin: [T, D / 2]."""
+    tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    q_weight, k_weight = weights or (cos, cos)
+    v, key_cache, value_cache, slots = kept or (k, k, k, cos)
+    _rotate[(tokens,)](
+        q,
+        k,
+        v,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        q_out,
+        k_out,
+        key_cache,
+        value_cache,
+        slots,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        key_cache.stride(0),
+        value_cache.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=size // 2,
+        HEADS_TILE=triton.next_power_of_2(heads),
+        KV_TILE=triton.next_power_of_2(kv_heads),
+        HALF_TILE=triton.next_power_of_2(size // 2),
+        NORM=weights is not None,
+        STORE=kept is not None,
+        num_warps=min(max(triton.next_power_of_2(heads) * size // 512, 1), 8),
+    )

@@ -1,0 +1,98 @@
+"""Rotation through one Triton kernel, with and without the heads' norms before it and the write into the caches after it.
+
+Caches may have another dtype than k and v: e4m3 pages get the values themselves (their scale is 1), saturated at ±448.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ....ops import rope as reference
+from ....ops.rope import Pair, RopeOps
+from .launch import kernels, runs_kernel
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """`RopeOps.rotary`."""
+    if not runs_kernel(q, k):
+        return reference.rotary(q, k, cos, sin)
+    return _rotate(q, k, None, cos, sin, 0.0)
+
+
+def qk_norm_rotary(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> Pair:
+    """`RopeOps.qk_norm_rotary`."""
+    if not runs_kernel(q, k, q_weight, k_weight):
+        return reference.qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps)
+    return _rotate(q, k, (q_weight, k_weight), cos, sin, eps)
+
+
+def rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> Pair:
+    """`RopeOps.rotary_store`."""
+    if not runs_kernel(q, k, v):
+        return reference.rotary_store(q, k, v, cos, sin, key_cache, value_cache, slots)
+    return _rotate(q, k, None, cos, sin, 0.0, (heads_together(v), key_cache, value_cache, slots))
+
+
+def qk_norm_rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> Pair:
+    """`RopeOps.qk_norm_rotary_store`."""
+    if not runs_kernel(q, k, v, q_weight, k_weight):
+        return reference.qk_norm_rotary_store(q, k, v, q_weight, k_weight, cos, sin, eps, key_cache, value_cache, slots)
+    kept = heads_together(v), key_cache, value_cache, slots
+    return _rotate(q, k, (q_weight, k_weight), cos, sin, eps, kept)
+
+
+def _rotate(
+    q: Tensor,
+    k: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> Pair:
+    q, k = heads_together(q), heads_together(k)
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    kernels("rotary").rotate(q, k, weights, cos, sin, eps, q_out, k_out, kept)
+    return q_out, k_out
+
+
+def heads_together(x: Tensor) -> Tensor:
+    """x [T, H, D] with each token's heads in one piece, as in every part of a fused product; others are copied."""
+    _, along_heads, along_head = x.stride()
+    return x if along_head == 1 and along_heads == x.shape[2] else x.contiguous()
+
+
+def rope_ops() -> RopeOps:
+    """All fields."""
+    return replace(
+        reference.REFERENCE_ROPE_OPS,
+        rotary=rotary,
+        qk_norm_rotary=qk_norm_rotary,
+        rotary_store=rotary_store,
+        qk_norm_rotary_store=qk_norm_rotary_store,
+    )

@@ -1,0 +1,361 @@
+"""Triton kernels against their references and against float64 arithmetic: one body for a device and for Triton's interpreter.
+
+`test_cuda_kernels.py` runs this file in a process of its own, since Triton decides at its import whether to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from e4m3 import VALUES, decode
+
+from polyrec.hardware.backends.cpu import CpuBackend
+from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
+from polyrec.hardware.backends.cuda_like.ops import launch
+from polyrec.hardware.ops import op_groups
+from polyrec.hardware.ops.check import check_op
+from polyrec.hardware.ops.spec import FP8, group_specs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Of one result against float64, in units of the rounding of its dtype.
+LOOSE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = list(LOOSE)
+E4M3 = np.unique(VALUES[np.isfinite(VALUES)])
+# Rows and sizes; the interpreter takes milliseconds for a program, a device takes them all.
+SHAPES = [(1000, 64), (3, 100), (1, 128), (3, 2048), (1, 6144), (3, 10000)]
+SHAPES += [] if INTERPRETED else [(1000, 100), (1000, 128), (1000, 2048), (1000, 6144), (20000, 2048)]
+OPS = cuda_like_ops(triton=True, fp8=True)
+BY_TORCH = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": FP8,
+}
+
+
+def converted(values, source, target, rounding):
+    """What stands in for the interpreter's conversion, which loses a carry into the exponent (1.97 becomes 1 in e4m3)."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values)).view(BY_TORCH[str(source)]).to(BY_TORCH[str(target)])
+    bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[tensor.element_size()]
+    return tensor.view(bits).numpy()
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Lets the kernels run on the host where Triton interprets them."""
+    if INTERPRETED:
+        import triton.runtime.interpreter
+
+        monkeypatch.setattr(triton.runtime.interpreter, "_convert_float", converted)
+        monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return CpuBackend() if INTERPRETED else NvidiaBackend()
+
+
+@pytest.fixture
+def device(backend):
+    return backend.runtime.device
+
+
+class Random:
+    """Tensors on the device from one seed; views are the middle third of rows three times as wide."""
+
+    def __init__(self, device, dtype):
+        self.device, self.dtype, self.generator = device, dtype, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape, scale=1.0, dtype=None, view=False):
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
+        tensor = values.to(dtype or self.dtype).to(self.device)
+        if not view:
+            return tensor
+        rows = tensor.reshape(shape[0], -1)
+        wide = torch.cat((rows + 1, rows, rows - 1), 1)
+        return wide[:, rows.shape[1] : 2 * rows.shape[1]].unflatten(1, shape[1:])
+
+    def angles(self, *shape):
+        angle = torch.rand(shape, generator=self.generator) * 6 - 3
+        return angle.cos().to(self.device), angle.sin().to(self.device)
+
+    def slots(self, total, count):
+        return torch.randperm(total, generator=self.generator)[:count].to(self.device)
+
+
+def exact(tensor):
+    return tensor.detach().cpu().double().numpy()
+
+
+def close(found, expected, dtype=None):
+    """dtype: the one whose rounding counts, where it is not the result's."""
+    loose = LOOSE[dtype or found.dtype]
+    np.testing.assert_allclose(exact(found), expected, rtol=loose, atol=loose)
+
+
+def close_quantised(quantised, scale, expected, loose=LOOSE[torch.float32]):
+    """The scale by itself, then every code: an e4m3 number nearest to expected / scale, but for the rounding of the latter."""
+    assert quantised.dtype == FP8
+    assert scale.dtype == torch.float32
+    wanted = np.abs(expected).max(-1, keepdims=True) / 448
+    np.testing.assert_allclose(exact(scale), wanted, rtol=loose)
+    codes, numbers = decode(quantised.cpu()), expected / wanted
+    above = np.searchsorted(E4M3, numbers).clip(1, len(E4M3) - 1)
+    nearest = np.minimum(np.abs(E4M3[above] - numbers), np.abs(E4M3[above - 1] - numbers))
+    assert (np.abs(codes - numbers) <= nearest + 448 * loose).all()
+
+
+def normed(x, weight, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def rounded(values, dtype):
+    return torch.from_numpy(values).to(dtype).double().numpy()
+
+
+def rotated(x, cos, sin):
+    """x [T, H, D] -> halves turned; cos and sin [T, D / 2]."""
+    first, second = np.split(x, 2, -1)
+    cos, sin = exact(cos)[:, None], exact(sin)[:, None]
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+# --- the shared test body
+
+
+def fields():
+    """`group.field` of what differs from the groups without Triton, and of the products on the device."""
+    for group, cls in op_groups().items():
+        for field, spec in group_specs(cls).items():
+            function = getattr(getattr(OPS, group), field)
+            if function is not getattr(getattr(CUDA_LIKE_OPS, group), field) or (
+                not INTERPRETED and field in ("scaled_mm", "grouped_mm")
+            ):
+                yield pytest.param(f"{group}.{field}", spec, function, id=f"{group}.{field}")
+
+
+@pytest.mark.parametrize(("field", "spec", "function"), list(fields()))
+def test_each_kernel_equals_its_reference(backend, field, spec, function):
+    dtypes = (torch.float32, torch.bfloat16) if INTERPRETED else backend.capabilities.dtypes
+    faults = check_op(
+        field, spec, function, runtime=backend.runtime, graph=backend.graph, dtypes=dtypes, train=True, level="full"
+    )
+    assert faults == [], "\n".join(map(str, faults))
+
+
+def test_these_are_all_kernels():
+    assert {param.id for param in fields()} >= {
+        *(f"norm.{name}" for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8")),
+        *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8")),
+        *(f"rope.{name}" for name in ("rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
+        *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "block_scaled_mm")),
+        *(f"kv.{name}" for name in ("write", "copy_pages")),
+    }
+
+
+# --- odd shapes, views of wider rows, against float64
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_norms(device, rows, size, dtype, view):
+    draw = Random(device, dtype)
+    x, residual, weight = draw(rows, size, scale=3, view=view), draw(rows, size, view=view), draw(size)
+    gain, summed = exact(weight), rounded(exact(x) + exact(residual), dtype)
+    close(OPS.norm.rms_norm(x, weight, 1e-6), normed(exact(x), gain, 1e-6))
+    out, total = OPS.norm.add_rms_norm(x, residual, weight, 1e-6)
+    close(total, summed)
+    close(out, normed(exact(total), gain, 1e-6))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_norms_with_quantised_rows(device, rows, size, view):
+    draw = Random(device, torch.float16)
+    x, residual, weight = draw(rows, size, scale=3, view=view), draw(rows, size, view=view), draw(size)
+    close_quantised(*OPS.norm.rms_norm_fp8(x, weight, 1e-6), normed(exact(x), exact(weight), 1e-6))
+    quantised, scale, total = OPS.norm.add_rms_norm_fp8(x, residual, weight, 1e-6)
+    close(total, exact(x) + exact(residual))
+    close_quantised(quantised, scale, normed(exact(total), exact(weight), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_of_heads_takes_a_view_of_the_product(device, dtype):
+    draw = Random(device, dtype)
+    x, weight = draw(5, 3, 100, view=True), draw(100)
+    assert not x.is_contiguous()
+    close(OPS.norm.rms_norm(x, weight, 1e-6), normed(exact(x), exact(weight), 1e-6))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_swiglu(device, rows, size, dtype, view):
+    rows = min(rows, 50) if INTERPRETED else rows
+    x = Random(device, dtype)(rows, 2 * size, scale=3, view=view)
+    gate, up = np.split(exact(x), 2, -1)
+    expected = gate / (1 + np.exp(-gate)) * up
+    close(OPS.act.silu_and_mul(x), expected)
+    close_quantised(*OPS.act.silu_and_mul_fp8(x), expected)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize(("rows", "size"), [*SHAPES, (2, 20000)])
+def test_quantised_rows(device, rows, size, view):
+    x = Random(device, torch.float16)(rows, size, scale=3, view=view)
+    close_quantised(*OPS.linear.quantize_fp8(x), exact(x))
+
+
+def test_a_row_of_zeros_and_a_row_with_a_nan(device):
+    x = Random(device, torch.float32)(3, 64)
+    x[0], x[1, 7] = 0, float("nan")
+    quantised, scale = OPS.linear.quantize_fp8(x)
+    assert decode(quantised[:1].cpu()).tolist() == [[0.0] * 64]
+    assert float(scale[0]) == torch.finfo(torch.float32).tiny
+    assert np.isnan(decode(quantised[1:2].cpu()))[0, 7]
+    close_quantised(quantised[2:], scale[2:], exact(x[2:]))
+
+
+HEADS = [(1, 2, 1, 64), (3, 3, 1, 100), (3, 16, 8, 128)]
+HEADS += [] if INTERPRETED else [(1000, 16, 8, 128), (1000, 12, 2, 64), (1000, 32, 32, 96)]
+CACHES = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, FP8: 0.07}
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), HEADS)
+def test_rotation_and_the_write_into_caches(device, tokens, heads, kv_heads, size, dtype, norm, cache):
+    """q, k and v are the parts of one product's rows; rows of the caches that no slot names stay as they were."""
+    draw = Random(device, dtype)
+    product = draw(tokens, (heads + 2 * kv_heads) * size).unflatten(1, (-1, size))
+    q, k, v = product.split((heads, kv_heads, kv_heads), 1)
+    v[-1, -1, -1] = 1000  # beyond e4m3
+    cos, sin = draw.angles(tokens, size // 2)
+    slots = draw.slots(2 * tokens + 1, tokens)
+    before = torch.full((2 * tokens + 1, kv_heads, size), 7.0, device=device).to(cache)
+    keys, values = before.clone(), before.clone()
+    weights = (draw(size), draw(size)) if norm else ()
+    if norm:
+        found = OPS.rope.qk_norm_rotary_store(q, k, v, *weights, cos, sin, 1e-6, keys, values, slots)
+        apart = OPS.rope.qk_norm_rotary(q, k, *weights, cos, sin, 1e-6)
+    else:
+        found = OPS.rope.rotary_store(q, k, v, cos, sin, keys, values, slots)
+        apart = OPS.rope.rotary(q, k, cos, sin)
+    assert all(torch.equal(one, other) for one, other in zip(found, apart, strict=True))
+    wide_q, wide_k = (
+        normed(exact(x), exact(weight), 1e-6) if norm else exact(x)
+        for x, weight in zip((q, k), weights or (q, k), strict=True)
+    )
+    close(found[0], rotated(wide_q, cos, sin))
+    close(found[1], rotated(wide_k, cos, sin))
+    check_cache(keys, before, slots, rotated(wide_k, cos, sin), max(CACHES[cache], LOOSE[torch.float32]))
+    check_cache(values, before, slots, exact(v), CACHES[cache])
+
+
+def check_cache(cache, before, slots, expected, loose):
+    if cache.dtype == FP8:
+        expected = expected.clip(-448, 448)
+        assert (cache[slots].cpu().float().numpy() == decode(cache[slots].cpu())).all()
+    np.testing.assert_allclose(exact(cache.float()[slots]), expected, rtol=loose, atol=max(loose / 8, 1e-5))
+    rest = torch.ones(len(cache), dtype=torch.bool, device=cache.device)
+    rest[slots] = False
+    assert torch.equal(cache.float()[rest], before.float()[rest])
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+def test_writes_into_caches(device, view, cache):
+    draw = Random(device, torch.bfloat16)
+    key, value = draw(5, 3, 40, scale=300, view=view), draw(5, 3, 40, view=view)
+    slots = draw.slots(11, 5)
+    before = torch.full((11, 3, 40), 7.0, device=device).to(cache)
+    keys, values = before.clone(), before.clone()
+    assert OPS.kv.write(key, value, keys, values, slots) is None
+    check_cache(keys, before, slots, exact(key), CACHES[cache])
+    check_cache(values, before, slots, exact(value), CACHES[cache])
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+def test_pages_move_along_a_chain(device, cache):
+    """Each target is the next one's source: a copy that reads what it wrote ends with one page everywhere."""
+    draw = Random(device, torch.float32)
+    keys, values = (draw(6 * 4, 2, 24, dtype=cache) for _ in range(2))
+    pages = [part.float().clone().unflatten(0, (6, 4)) for part in (keys, values)]
+    source, target = torch.arange(0, 5, device=device), torch.arange(1, 6, device=device)
+    OPS.kv.copy_pages(keys, values, source, target, 4)
+    for part, was in zip((keys, values), pages, strict=True):
+        assert torch.equal(part.float().unflatten(0, (6, 4)), was[[0, 0, 1, 2, 3, 4]])
+
+
+PRODUCTS = [(1, 128, 16), (3, 256, 208)]
+PRODUCTS += [] if INTERPRETED else [(1, 2048, 4096), (65, 2048, 4096), (1000, 6144, 2048), (1000, 2048, 12288)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), PRODUCTS)
+def test_block_scaled_products(device, rows, inputs, outputs, dtype):
+    draw = Random(device, torch.float32)
+    q, q_scale = OPS.linear.quantize_fp8_blocks(draw(rows, inputs))
+    weight = draw(outputs, inputs).to(FP8)
+    weight_scale = draw(-(-outputs // 128), inputs // 128).abs() * inputs**-0.5
+    left = decode(q.cpu()) * exact(q_scale).repeat(128, 1)
+    right = decode(weight.cpu()) * exact(weight_scale).repeat(128, 0)[:outputs].repeat(128, 1)
+    found = OPS.linear.block_scaled_mm(q, q_scale, weight, weight_scale, dtype)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(exact(found), left @ right.T, rtol=LOOSE[dtype], atol=max(LOOSE[dtype], 1e-5))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch's own products need a device")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 2048, 4096), (3, 64, 16), (1000, 6144, 2048)])
+def test_scaled_products(device, rows, inputs, outputs, bias):
+    draw = Random(device, torch.float32)
+    q, q_scale = OPS.linear.quantize_fp8(draw(rows, inputs))
+    weight, weight_scale = OPS.linear.quantize_fp8(draw(outputs, inputs, scale=inputs**-0.5))
+    offset = draw(outputs, dtype=torch.bfloat16) if bias else None
+    expected = (decode(q.cpu()) * exact(q_scale)) @ (decode(weight.cpu()) * exact(weight_scale)).T
+    expected += exact(offset) if bias else 0
+    found = OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, offset, torch.bfloat16)
+    np.testing.assert_allclose(exact(found), expected, rtol=8e-3, atol=8e-3)
+
+
+# --- what the wrappers promise
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    draw = Random(device, torch.bfloat16)
+    x, residual, weight = draw(70, 256), draw(70, 256), draw(128)
+    few = slice(30, 33)
+    for whole, part in (
+        (OPS.norm.add_rms_norm(x, residual, x[0], 1e-6), OPS.norm.add_rms_norm(x[few], residual[few], x[0], 1e-6)),
+        (OPS.norm.rms_norm_fp8(x, x[0], 1e-6), OPS.norm.rms_norm_fp8(x[few], x[0], 1e-6)),
+        (OPS.norm.rms_norm_fp8(x[:, :128], weight, 1e-6), OPS.norm.rms_norm_fp8(x[few, :128], weight, 1e-6)),
+        (OPS.act.silu_and_mul_fp8(x), OPS.act.silu_and_mul_fp8(x[few])),
+    ):
+        for one, other in zip(whole, part, strict=True):
+            assert torch.equal(one[few].float(), other.float())
+
+
+def test_no_rows(device):
+    draw = Random(device, torch.bfloat16)
+    x, weight = draw(0, 64), draw(64)
+    assert OPS.norm.rms_norm(x, weight, 1e-6).shape == (0, 64)
+    assert [part.shape for part in OPS.act.silu_and_mul_fp8(x)] == [(0, 32), (0, 1)]
+    q, k = OPS.rope.rotary(draw(0, 2, 64), draw(0, 1, 64), *draw.angles(0, 32))
+    assert (q.shape, k.shape) == ((0, 2, 64), (0, 1, 64))
+
+
+def test_a_gradient_goes_through_the_reference(device):
+    draw = Random(device, torch.float32)
+    x, weight = draw(3, 64), draw(64)
+    x.requires_grad_()
+    OPS.norm.rms_norm(x, weight, 1e-6).sum().backward()
+    assert x.grad.shape == (3, 64)
+    with torch.no_grad():
+        assert not OPS.norm.rms_norm(x, weight, 1e-6).requires_grad

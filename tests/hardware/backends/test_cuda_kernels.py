@@ -1,0 +1,76 @@
+"""Runs the kernels' tests (`kernel_bodies.py`) in Triton's interpreter, and on a device; and what needs no kernel to run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyrec.hardware.backends import cuda_like
+from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
+from polyrec.hardware.backends.machine import Machine
+from polyrec.hardware.base.backend import Capabilities
+
+BODIES = Path(__file__).with_name("kernel_bodies.py")
+
+
+def run_bodies(**environment: str) -> str:
+    """The last line of pytest's report (pyproject.toml makes it short); fails with the whole report where a test fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(BODIES)],
+        env={**os.environ, **environment},
+        cwd=BODIES.parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton is made for Linux only")
+def test_kernels_in_the_interpreter():
+    report = run_bodies(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert int(re.search(r"(\d+) passed", report)[1]) > 100, report
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device that torch shows as cuda")
+def test_kernels_on_the_device():
+    report = run_bodies(TRITON_INTERPRET="0")
+    assert int(re.search(r"(\d+) passed", report)[1]) > 150, report
+    assert "skipped" not in report
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_without_triton_operations_are_torchs_own(monkeypatch, fp8):
+    monkeypatch.setattr(Machine, "has_package", lambda machine, name: name != "triton")
+    assert NvidiaBackend(capabilities=Capabilities(fp8=fp8)).ops is CUDA_LIKE_OPS
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_triton_is_chosen_when_the_platform_is_built(monkeypatch, fp8):
+    monkeypatch.setattr(Machine, "has_package", lambda machine, name: True)
+    ops = NvidiaBackend(capabilities=Capabilities(fp8=fp8)).ops
+    assert ops is cuda_like_ops(triton=True, fp8=fp8)
+    assert ops.norm.rms_norm is not CUDA_LIKE_OPS.norm.rms_norm
+    assert (ops.norm.rms_norm_fp8 is CUDA_LIKE_OPS.norm.rms_norm_fp8) is not fp8
+    assert ops.search is CUDA_LIKE_OPS.search
+
+
+def test_building_the_platform_imports_no_triton():
+    code = (
+        "import sys, torch; from polyrec.hardware.backends.cuda_like import cuda_like_ops;"
+        "ops = cuda_like_ops(triton=True, fp8=True);"
+        "ops.norm.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6);"  # on the host: the reference
+        "sys.exit('triton' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_choice_is_public():
+    assert "cuda_like_ops" in cuda_like.__all__
