@@ -7,13 +7,14 @@ import json
 import platform
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from polyrec import __version__
 from polyrec.core.registry import Registry
-from polyrec.hardware import platform_names
+from polyrec.hardware import HardwareConfig, platform_names
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.base import registry
 from polyrec.hardware.base.attention import AttentionBackend, AttentionSupport
@@ -75,6 +76,9 @@ class Elsewhere(AttentionBackend):
     """An attention for another platform."""
 
     support = AttentionSupport(platforms=("loom",), head_dims=(128,), dtypes=(torch.bfloat16,))
+
+
+DOC = Path(__file__).parents[2] / "docs" / "devices.md"
 
 
 @pytest.fixture
@@ -144,6 +148,17 @@ def test_the_op_table_has_every_field_once(report):
     assert row["tier"] == "R"
     assert row["train"]
     assert not row["fallback"]
+
+
+def test_the_page_names_every_key_and_flag(report):
+    text = DOC.read_text(encoding="utf-8")
+    found = report("--hardware-platform", "cpu")
+    chosen = found["chosen"]
+    [device] = chosen["devices"]
+    nested = [*chosen["attention"], *chosen["attention"]["backends"][0], *device, *chosen["capabilities"]]
+    flags = [f"--{name.replace('_', '-')}" for name in HardwareConfig.model_fields if name != "purpose"]
+    for word in (*KEYS, *PLATFORM_KEYS, *CHOSEN_KEYS, *OP_KEYS, *nested, *flags):
+        assert f"`{word}`" in text, word
 
 
 def test_other_platforms_are_listed_with_the_reason(machine, report):

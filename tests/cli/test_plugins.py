@@ -145,6 +145,11 @@ def test_the_list_says_what_would_be_registered(skeleton):
         assert words in " ".join(shown.split())
 
 
+def test_the_page_names_every_key():
+    text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in text for key in (*REGISTRATION_KEYS, *PLUGIN_KEYS, "api_version", "plugins"))
+
+
 def test_listing_imports_no_plugin_and_no_torch(skeleton):
     code = """
 import json, sys

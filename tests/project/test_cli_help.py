@@ -21,8 +21,8 @@ ALL = list(commands(typer.main.get_command(APP)))
 
 
 def test_the_main_commands_exist():
-    names = {path[0] for path, _ in ALL if path}
-    assert names >= {"demo", "prepare", "train", "evaluate", "recommend", "serve"}
+    names = {" ".join(path) for path, _ in ALL if path}
+    assert names >= {"demo", "prepare", "train", "evaluate", "recommend", "serve", "devices", "plugins", "plugins new"}
 
 
 @pytest.mark.parametrize(("path", "command"), ALL, ids=[" ".join(path) or "polyrec" for path, _ in ALL])
