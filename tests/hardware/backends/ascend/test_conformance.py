@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 
+from polyrec.engine.recommender import Recommender
+from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.hardware.backends import ascend
 from polyrec.hardware.backends.ascend.runtime import AscendRuntime
 from polyrec.hardware.base.probe import Probe
+from polyrec.models.checkpoint import load_model
 from polyrec.testing.conformance import AttentionConformance, PlatformConformance
+from polyrec.testing.tiny import write_tiny_model
 
 from .standin import Library
 
@@ -39,3 +46,23 @@ class TestAscendPlatform(PlatformConformance):
 class TestAscendAttention(AttentionConformance):
     platform = "ascend"
     attention = "ascend"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_recommendations_through_the_fused_kernel_are_as_good_as_the_cpus(library, tmp_path, monkeypatch, dtype):
+    """A model that the kernel takes (16 bits, heads of 16), from prompt to items, each judged by the same model in fp32."""
+    folder = write_tiny_model(tmp_path / "model", num_items=60, codebook_sizes=(8, 8, 8), hidden_size=64)
+
+    def scores(platform, model_dtype):
+        monkeypatch.setattr(f"{Recommender.__module__}.load_model", functools.partial(load_model, dtype=model_dtype))
+        backend = build_hardware_backend(HardwareConfig(hardware_platform=platform))
+        recommender = Recommender.from_pretrained(folder, backend=backend)
+        answer = recommender.recommend([f"item-{number}" for number in range(6)], n=60, beam_width=512)
+        found = {item.item_id: item.score for item in answer.items}
+        return np.array([found[f"item-{number}"] for number in range(60)])
+
+    exact, cpu, ascend = scores("cpu", torch.float32), scores("cpu", dtype), scores("ascend", dtype)
+    assert "npu_fused_infer_attention_score" in library.names()
+    rounding = np.sqrt(np.mean((cpu - exact) ** 2))
+    assert 0 < rounding < exact.std() / 10
+    assert np.sqrt(np.mean((ascend - exact) ** 2)) < 2 * rounding
