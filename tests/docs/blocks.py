@@ -1,6 +1,7 @@
 """Follows a page of docs: a line above each fenced block says, to reader and test alike, which file it goes to and how.
 
     New file `path`:                           the block is the whole file
+    File `path`, written anew:                 the same, in the place of a file that is there
     In `path`, before `line`:                  inserted before the one line that reads so, indentation aside
     In `path`, after `line`:                   inserted after it
     In `path`, replace `line`:                 in the place of it
@@ -14,16 +15,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest where the standard library lacks it
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)(`{3,})(\w*)\s*$")
 _NEW = re.compile(r"^New file `([^`]+)`:$")
+_ANEW = re.compile(r"^File `([^`]+)`, written anew:$")
 _EDIT = re.compile(r"^In `([^`]+)`, (before|after|replace) `([^`]+)`:$")
-_MEANT = re.compile(r"^(New file|In) `[^`]+`.*:$")
+_MEANT = re.compile(r"^(New file|File|In) `[^`]+`.*:$")
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,12 @@ def follow(page: str, folder: Path) -> list[str]:
     """Applies every marked block, in order, below `folder`; -> the paths written. A mark that cannot be followed fails."""
     written = []
     for block in blocks_of(page):
-        if new := _NEW.match(block.above):
+        if new := _NEW.match(block.above) or _ANEW.match(block.above):
             path = folder / new.group(1)
-            assert not path.exists(), f"line {block.line}: {new.group(1)} is there already"
+            there = bool(_ANEW.match(block.above))
+            assert path.exists() == there, (
+                f"line {block.line}: {new.group(1)} is {'not there' if there else 'there already'}"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
             written.append(new.group(1))
@@ -84,11 +94,6 @@ def _edit(path: Path, how: str, anchor: str, block: Block) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def shown_under(page: str, start: str) -> Iterator[Block]:
-    """Blocks that are shown only, under a line that begins so."""
-    return (block for block in blocks_of(page) if block.above.startswith(start))
-
-
 def run_python(arguments: list[str], *path: Path, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
     """Runs this Python in a process of its own with these folders first on its path; -> its output, which must be a success."""
     environment = {
@@ -103,3 +108,16 @@ def run_python(arguments: list[str], *path: Path, cwd: Path, variables: Mapping[
     )
     assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def install(folder: Path) -> None:
+    """Writes beside a distribution's package the metadata that pip would, so that its folder on the path is an installation."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    lines: list[str] = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -56,6 +56,11 @@ def test_where_a_block_goes(folder, how, expected):
     assert (folder / "old.py").read_text() == expected
 
 
+def test_a_file_written_anew(folder):
+    follow(marked("File `old.py`, written anew:"), folder)
+    assert (folder / "old.py").read_text() == "X\n"
+
+
 @pytest.mark.parametrize(
     "mark",
     [
@@ -63,6 +68,7 @@ def test_where_a_block_goes(folder, how, expected):
         "In `old.py`, before `fourth`:",  # not there
         "In `old.py`, before `secon`:",  # only part of a line
         "New file `old.py`:",  # there already
+        "File `new.py`, written anew:",  # not there
         "In `old.py`, somewhere near `first`:",  # not a mark
     ],
 )
