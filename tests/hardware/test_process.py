@@ -32,15 +32,17 @@ class Own(SdpaAttention):
 WORKER = """
 import json, sys
 from polyrec.core.errors import PolyrecError
-from polyrec.hardware import get_hardware_backend
+from polyrec.hardware import HardwareConfig, get_hardware_backend
 from polyrec.hardware.process import HardwarePlan, fingerprint
 plan = HardwarePlan.from_dict(json.load(sys.stdin))
 try:
     backend = get_hardware_backend(plan=plan)
+except PolyrecError as error:
+    free = get_hardware_backend(HardwareConfig(hardware_platform="cpu")).platform_name  # nothing was chosen by the failure
+    print(json.dumps({"code": error.code, "text": str(error), "free": free}))
+else:
     again = get_hardware_backend(plan=plan) is backend
     print(json.dumps({"fingerprint": fingerprint(backend), "again": again, "platform": backend.platform_name}))
-except PolyrecError as error:
-    print(json.dumps({"code": error.code, "text": str(error)}))
 """
 
 

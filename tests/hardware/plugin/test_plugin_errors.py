@@ -177,6 +177,15 @@ def test_what_a_helper_registered_before_the_failure_is_dropped_too(site):
     assert build(extra_ops="fast").table.row("norm.rms_norm").source == "fast (fast-dist 1.2.3)"
 
 
+def test_a_failed_import_leaves_no_record_to_a_later_one(site):
+    package = write_plugin(site, "fast", GOOD + "1 / 0")
+    refused("plugin_import_failed", *WHO, extra_ops="fast")
+    other = "def f(x):\n    gate, up = x.chunk(2, -1)\n    return gate * gate.sigmoid() * up\n"
+    text = REGISTER_F + other + "register_ops(act={'silu_and_mul': f})\n"
+    (site / package / "work.py").write_text(text, encoding="utf-8")
+    assert [row.field for row in build(extra_ops="fast").table.rows if row.origin == "plugin"] == ["act.silu_and_mul"]
+
+
 @pytest.mark.parametrize(
     ("register", "cause"),
     [
