@@ -55,7 +55,9 @@ def planned(**settings) -> HardwarePlan:
 
 def worker(plan: HardwarePlan, *folders: Path) -> dict:
     """What a fresh process with these folders on its path makes of the plan, which it gets as JSON."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([*map(str, folders), *([before] if before else [])])
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", WORKER],
         input=json.dumps(plan.to_dict()),
