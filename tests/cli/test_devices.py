@@ -188,7 +188,7 @@ def test_a_fallback_is_marked_and_refused_when_strict(machine, report):
     assert "norm.rms_norm" in row["source"]
     inherited = next(row for row in chosen["ops"] if row["field"] == "linear.mm")
     assert (inherited["origin"], inherited["source"]) == ("inherited", "cpu")
-    strict = report("--fallback", "strict")
+    strict = report("--fallback", "strict", exit_code=2)
     assert (strict["chosen"], strict["error"]["code"]) == (None, "op_missing")
     assert "norm.add_rms_norm" in strict["error"]["message"]
 
@@ -222,7 +222,7 @@ def test_attention_backends_say_what_they_lack_and_which_is_picked(machine, repo
         ([Abacus], ["--hardware-platform", "cpu", "--device", "thread"], "device_platform_differs", 2),
         ([Bare], ["--hardware-platform", "bare"], "op_missing", 2),
         ([Bare], [], "op_missing", 0),
-        ([], ["--attention", "sdpaa", "--hardware-platform", "cpu"], "attention_unknown", 0),
+        ([], ["--attention", "sdpaa", "--hardware-platform", "cpu"], "attention_unknown", 2),
     ],
 )
 def test_an_error_takes_the_chosen_ones_place(machine, report, polyrec, classes, flags, code, exit_code):

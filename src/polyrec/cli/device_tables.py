@@ -124,7 +124,7 @@ def _table(title: str, *columns: str) -> Table:
         collapse_padding=True,
     )
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("group", "field", "tier"))
     return table
 
 
