@@ -109,6 +109,7 @@ def call_cost(calls: int) -> dict[str, float]:
     """Seconds that the table adds to one call, by the kind of field."""
     from polyrec.hardware.backends.cpu import CpuBackend
     from polyrec.hardware.ops.spec import MISSING
+    from polyrec.hardware.plugin.source import PluginSource
     from polyrec.hardware.table import Replacement, resolve
 
     def nothing(x: Any, weight: Any, eps: float) -> None:
@@ -117,7 +118,7 @@ def call_cost(calls: int) -> dict[str, float]:
     ops = CpuBackend().ops
     norm = replace(ops.norm, rms_norm=nothing)
     own = resolve(CpuBackend, replace(ops, norm=norm), {}, "allow", "infer").ops
-    replacement = {"norm.rms_norm": Replacement(nothing, "benchmark", "benchmark")}
+    replacement = {"norm.rms_norm": Replacement(nothing, PluginSource("nothing", "benchmark", "0"))}
     plugin = resolve(CpuBackend, ops, replacement, "allow", "infer").ops
     spec_of_nothing = replace(norm, add_rms_norm=MISSING)
     falls_back = resolve(CpuBackend, replace(ops, norm=spec_of_nothing), {}, "allow", "infer")

@@ -99,7 +99,7 @@ except SystemExit as end:
     assert not loaded_by(code) & {"torch", "transformers", "sklearn", "faiss", "matplotlib", "polars"}
 
 
-@pytest.mark.parametrize("name", ["base.config", "base.probe", "base.registry", "plugin.common", "plugin.inspect"])
+@pytest.mark.parametrize("name", ["base.config", "base.probe", "base.registry", "plugin.common", "plugin.survey"])
 def test_the_torch_free_part_of_the_hardware_layer(name):
     assert "torch" not in loaded_by(f"import polyrec.hardware.{name}")
 

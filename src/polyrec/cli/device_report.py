@@ -13,6 +13,7 @@ from ..core.errors import PolyrecError
 from ..hardware import HardwareBackend, HardwareConfig, get_hardware_backend, platform_names
 from ..hardware.base.attention import AttentionNeeds, AttentionSupport
 from ..hardware.choose import platform_class, probe_platform
+from ..hardware.process import fingerprint
 
 Report = dict[str, Any]
 
@@ -74,7 +75,7 @@ def _chosen(backend: HardwareBackend) -> Report:
         "plugins": _plugins(backend),
         "ops": [row.to_dict() for row in table.rows],
         "fallbacks": [row.field for row in table.rows if row.fallback],
-        "fingerprint": table.fingerprint,
+        "fingerprint": fingerprint(backend),
     }
 
 

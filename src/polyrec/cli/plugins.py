@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..hardware.plugin.inspect import PluginReport, PluginsReport
+    from ..hardware.plugin.survey import PluginReport, PluginsReport
 
 app = typer.Typer()
 
@@ -25,7 +25,7 @@ def plugins(
     """List the installed plugins, by group, with what each would register. No plugin is imported."""
     from ..core.errors import ConfigError
     from ..hardware.plugin.declare import API_VERSION
-    from ..hardware.plugin.inspect import inspect_plugins
+    from ..hardware.plugin.survey import inspect_plugins
 
     if context.invoked_subcommand is not None:
         if as_json:
@@ -114,7 +114,7 @@ def _meant_for(plugin: PluginReport) -> str:
 
 
 def _unknown() -> str:
-    from ..hardware.plugin.inspect import UNKNOWN
+    from ..hardware.plugin.survey import UNKNOWN
 
     return UNKNOWN
 

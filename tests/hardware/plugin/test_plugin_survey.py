@@ -11,7 +11,7 @@ import sys
 import pytest
 from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, on_path, unique, write_distribution, write_plugin
 
-from polyrec.hardware.plugin.inspect import UNKNOWN, inspect_plugins
+from polyrec.hardware.plugin.survey import UNKNOWN, inspect_plugins
 from polyrec.hardware.plugin.sources import SourceFault, read_source
 
 from .building import build
@@ -237,7 +237,7 @@ def test_the_report_is_json_and_needs_no_torch(site):
     program = f"""
 import dataclasses, json, sys
 sys.path.insert(0, {str(site)!r})
-from polyrec.hardware.plugin.inspect import inspect_plugins
+from polyrec.hardware.plugin.survey import inspect_plugins
 print(json.dumps([dataclasses.asdict(inspect_plugins()), "torch" in sys.modules]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
