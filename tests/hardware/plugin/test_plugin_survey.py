@@ -11,8 +11,8 @@ import sys
 import pytest
 from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, on_path, unique, write_distribution, write_plugin
 
-from polyrec.hardware.plugin.survey import UNKNOWN, inspect_plugins
 from polyrec.hardware.plugin.sources import SourceFault, read_source
+from polyrec.hardware.plugin.survey import UNKNOWN, inspect_plugins
 
 from .building import build
 
