@@ -14,10 +14,12 @@ from e4m3 import VALUES, decode
 
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
+from polyrec.hardware.backends.cuda_like.kernels.rows import rows_of
 from polyrec.hardware.backends.cuda_like.ops import launch
+from polyrec.hardware.backends.cuda_like.ops.rope import heads_together
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops.check import check_op
-from polyrec.hardware.ops.spec import FP8, group_specs
+from polyrec.hardware.ops.spec import FP8, TOLERANCES, group_specs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of one result against float64, in units of the rounding of its dtype.
@@ -26,7 +28,7 @@ DTYPES = list(LOOSE)
 E4M3 = np.unique(VALUES[np.isfinite(VALUES)])
 # Rows and sizes; the interpreter takes milliseconds for a program, a device takes them all.
 SHAPES = [(1000, 64), (3, 100), (1, 128), (3, 2048), (1, 6144), (3, 10000)]
-SHAPES += [] if INTERPRETED else [(1000, 100), (1000, 128), (1000, 2048), (1000, 6144), (20000, 2048)]
+SHAPES += [] if INTERPRETED else [(1000, 100), (1000, 128), (1000, 2048), (1000, 6144), (5000, 2048)]
 OPS = cuda_like_ops(triton=True, fp8=True)
 BY_TORCH = {
     "fp64": torch.float64,
@@ -56,7 +58,11 @@ def interpreter(monkeypatch):
 
 @pytest.fixture(scope="module")
 def backend():
-    return CpuBackend() if INTERPRETED else NvidiaBackend()
+    if INTERPRETED:
+        return CpuBackend()
+    built = NvidiaBackend()
+    built.runtime.select(0)
+    return built
 
 
 @pytest.fixture
@@ -165,7 +171,7 @@ def test_these_are_all_kernels():
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
 def test_norms(device, rows, size, dtype, view):
     draw = Random(device, dtype)
-    x, residual, weight = draw(rows, size, scale=3, view=view), draw(rows, size, view=view), draw(size)
+    x, residual, weight = draw(rows, size, scale=3, view=view), draw(rows, size), draw(size)
     gain, summed = exact(weight), rounded(exact(x) + exact(residual), dtype)
     close(OPS.norm.rms_norm(x, weight, 1e-6), normed(exact(x), gain, 1e-6))
     out, total = OPS.norm.add_rms_norm(x, residual, weight, 1e-6)
@@ -208,6 +214,7 @@ def test_swiglu(device, rows, size, dtype, view):
 @pytest.mark.parametrize(("rows", "size"), [*SHAPES, (2, 20000)])
 def test_quantised_rows(device, rows, size, view):
     x = Random(device, torch.float16)(rows, size, scale=3, view=view)
+    x[-1, -1], x[0, 0] = -50, 60  # the largest of a row last, and first
     close_quantised(*OPS.linear.quantize_fp8(x), exact(x))
 
 
@@ -293,6 +300,12 @@ def test_pages_move_along_a_chain(device, cache):
         assert torch.equal(part.float().unflatten(0, (6, 4)), was[[0, 0, 1, 2, 3, 4]])
 
 
+def near(found, expected):
+    """Within the layer's own tolerance: Hopper's matrix units keep about 14 bits of a sum of e4m3 products."""
+    limit = TOLERANCES[found.dtype]
+    np.testing.assert_allclose(exact(found), expected, rtol=limit.relative, atol=limit.absolute)
+
+
 PRODUCTS = [(1, 128, 16), (3, 256, 208)]
 PRODUCTS += [] if INTERPRETED else [(1, 2048, 4096), (65, 2048, 4096), (1000, 6144, 2048), (1000, 2048, 12288)]
 
@@ -308,7 +321,7 @@ def test_block_scaled_products(device, rows, inputs, outputs, dtype):
     right = decode(weight.cpu()) * exact(weight_scale).repeat(128, 0)[:outputs].repeat(128, 1)
     found = OPS.linear.block_scaled_mm(q, q_scale, weight, weight_scale, dtype)
     assert found.dtype == dtype
-    np.testing.assert_allclose(exact(found), left @ right.T, rtol=LOOSE[dtype], atol=max(LOOSE[dtype], 1e-5))
+    near(found, left @ right.T)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="torch's own products need a device")
@@ -322,10 +335,18 @@ def test_scaled_products(device, rows, inputs, outputs, bias):
     expected = (decode(q.cpu()) * exact(q_scale)) @ (decode(weight.cpu()) * exact(weight_scale)).T
     expected += exact(offset) if bias else 0
     found = OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, offset, torch.bfloat16)
-    np.testing.assert_allclose(exact(found), expected, rtol=8e-3, atol=8e-3)
+    near(found, expected)
 
 
 # --- what the wrappers promise
+
+
+def test_views_are_not_copied(device):
+    draw = Random(device, torch.bfloat16)
+    for x in (draw(5, 64, view=True), draw(5, 3, 64, view=True)):
+        assert rows_of(x).tensor is x
+    assert heads_together(x) is x
+    assert heads_together(x.transpose(0, 1)).is_contiguous()
 
 
 def test_a_row_does_not_depend_on_its_batch(device):

@@ -20,8 +20,8 @@ def scaled_mm(
 ) -> Tensor:
     """`LinearOps.scaled_mm` in bf16 through torch._scaled_mm, whose row and channel scales and bias are part of the kernel.
 
-    It gives no other dtype with such scales, so those go to the reference, as do devices without e4m3 products. Sums are fast
-    ones: without Hopper's second accumulation, whose loss is far below bf16's rounding.
+    It gives no other dtype with such scales, so those go to the reference, as do devices without e4m3 products. Sums stay in
+    the matrix units, of which Hopper's keep about 14 bits (DeepSeek-V3, 2024): more than bf16's 8, fewer than fp32's 24.
     """
     if out_dtype != torch.bfloat16 or not multiplies_fp8(q.device):
         return reference.scaled_mm(q, q_scale, weight, weight_scale, bias, out_dtype)
