@@ -5,7 +5,7 @@ holds one call for each of several sets of inputs, together larger than the L2 c
 few, the inputs stay in L2, as they do between the layers of a model. A graph's launch gaps are part of the time.
 
     python benchmarks/kernels.py                          # a table, about a minute on an H200
-    python benchmarks/kernels.py --only rms silu --rows 64
+    python benchmarks/kernels.py --only rms silu --rows 64 --warps 2
     python benchmarks/kernels.py --out benchmarks/results/kernels.json
 """
 
@@ -59,6 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 2455, 20000])
     parser.add_argument("--only", nargs="+", default=[], help="parts of names")
+    parser.add_argument("--warps", type=float, default=1, help="times the warps that each launch chooses: 0.5, 2")
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--ceiling", type=float, default=4.27, help="TB/s of a large copy on this device")
     parser.add_argument("--out", type=Path, help="JSON with all figures")
@@ -66,6 +67,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("This measures a device that torch shows as cuda, and there is none.", file=sys.stderr)
         return 1
+    if args.warps != 1:
+        scale_warps(args.warps)
     facts = origin("kernels.py", packages=("torch",))
     backend = NvidiaBackend()
     backend.runtime.select(0)
@@ -86,6 +89,16 @@ def main() -> int:
         result = {"origin": facts, "ceiling_tb_s": args.ceiling, "operations": [asdict(one) for one in found]}
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return bool(wrong)
+
+
+def scale_warps(factor: float) -> None:
+    """For choosing the launches' constants: every kernel of this process gets that many times its warps, from 1 to 32."""
+    launch = triton.JITFunction.run
+
+    def scaled(self: Any, *args: Any, num_warps: int = 4, **options: Any) -> Any:
+        return launch(self, *args, num_warps=min(max(int(num_warps * factor), 1), 32), **options)
+
+    triton.JITFunction.run = scaled
 
 
 def line(one: Measured, ceiling: float) -> str:
