@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from polyrec.hardware.base.attention import AttentionPlan
 from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.layers.attention import Attention
 from polyrec.layers.linear import Linear
@@ -106,7 +107,7 @@ def test_feed_forward():
     torch.testing.assert_close(mlp(x).double(), expected, atol=1e-4, rtol=1e-5)
 
 
-class RecordingPlan:
+class RecordingPlan(AttentionPlan):
     """Keeps what the block hands to attention, and answers with the values of each query head's group."""
 
     def run(self, layer, query, key, value):

@@ -11,9 +11,10 @@ from polyrec.attention.sdpa import PackedPlan, SdpaAttention, SdpaSearch, packed
 from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.cpu.graph import CpuCapturedGraph, CpuGraph
 from polyrec.hardware.backends.cpu.runtime import CpuRuntime, HostEvent
+from polyrec.hardware.base.attention import AttentionPlan
 
 
-class Changed:
+class Changed(AttentionPlan):
     """A plan whose run goes through a function of (plan's run, layer, query, key, value)."""
 
     def __init__(self, plan, run):

@@ -50,7 +50,7 @@ class ExampleAttention(AttentionBackend):
         return query.unflatten(1, (self.needs.num_kv_heads, -1))
 
 
-class Packed:
+class Packed(AttentionPlan):
     """Training and prefill: sequence after sequence."""
 
     def __init__(self, attention: ExampleAttention, layout: PackedLayout, cache: KeyValueCache | None) -> None:
@@ -94,7 +94,7 @@ class Search(SearchAttention):
         return Pass(self, ancestors, last)
 
 
-class Pass:
+class Pass(AttentionPlan):
     """One pass over beams: each sees its request's prompt, its ancestors' tokens, and its own."""
 
     def __init__(self, search: Search, ancestors: Tensor, last: bool) -> None:

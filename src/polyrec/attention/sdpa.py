@@ -17,6 +17,7 @@ from ..hardware.base.attention import (
     KeyValueCache,
     PackedLayout,
     SearchAttention,
+    WriteTarget,
 )
 from ..hardware.ops import KVOps
 
@@ -40,7 +41,7 @@ class SdpaAttention(AttentionBackend):
         return SdpaSearch(prompt, layout.lengths, suffix, window=needs.sliding_window, soft_cap=needs.soft_cap)
 
 
-class PackedPlan:
+class PackedPlan(AttentionPlan):
     """Sequences attend to themselves only. With a cache, keys and values are kept in slots 0…T−1 for the search."""
 
     def __init__(
@@ -61,9 +62,18 @@ class PackedPlan:
         plain = layout.branch is None and soft_cap is None and (window is None or window >= layout.padded.shape[1])
         self._mask = None if plain else packed_mask(layout, window)
 
+    def target(self, layer: int) -> WriteTarget | None:
+        if self._cache is None or self._slots is None:
+            return None
+        return WriteTarget(*self._cache.layer(layer), self._slots)
+
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self._cache is not None and self._ops is not None and self._slots is not None:
-            self._ops.write(key, value, *self._cache.layer(layer), self._slots)
+        target = self.target(layer)
+        if target is not None and self._ops is not None:
+            self._ops.write(key, value, *target)
+        return self.run_written(layer, query, key, value)
+
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (pad(self._layout, x).transpose(1, 2) for x in (query, key, value))
         mask = None if self._mask is None else self._mask.to(q.dtype)
         if self._soft_cap is not None:
@@ -119,6 +129,11 @@ class BeamSuffix:
     def __init__(self, num_layers: int, steps: int, rows: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
         self.keys = like.new_empty((num_layers, steps, rows, num_kv_heads, head_dim))
         self.values = torch.empty_like(self.keys)
+        self._rows = torch.arange(rows, device=like.device)
+
+    def target(self, layer: int, step: int, num_rows: int) -> WriteTarget:
+        """Where the first `num_rows` rows of a step keep their keys and values."""
+        return WriteTarget(self.keys[layer, step], self.values[layer, step], self._rows[:num_rows])
 
 
 class SdpaSearch(SearchAttention):
@@ -162,7 +177,7 @@ class SdpaSearch(SearchAttention):
         return bias.repeat_interleave(keys.shape[1], 0).unsqueeze(1)
 
 
-class BeamPlan:
+class BeamPlan(AttentionPlan):
     """One pass over R · W beams of R requests.
 
     bias: [R · KV, 1, L] added to the scores of the prompt; None: the window has left the prompt behind.
@@ -178,7 +193,17 @@ class BeamPlan:
         self._oldest = 0 if search.window is None else max(0, ancestors.shape[1] + 1 - search.window)
         self._last = last
 
+    def target(self, layer: int) -> WriteTarget | None:
+        return None if self._last else self._suffix.target(layer, *reversed(self._ancestors.shape))
+
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        target = self.target(layer)
+        if target is not None:
+            target.keys[: len(key)] = key
+            target.values[: len(value)] = value
+        return self.run_written(layer, query, key, value)
+
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         requests, kv_heads, _, dim = self._prompt[layer][0].shape
         rows, heads = query.shape[:2]
         split = (requests, rows // requests, kv_heads, heads // kv_heads)  # R, W, KV, group
@@ -215,13 +240,10 @@ class BeamPlan:
         return torch.bmm(weights.to(query.dtype), values), lse
 
     def _own(self, layer: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [R · W, KV, D] of each token the beams have taken and see, the new one last; stores the new one."""
+        """Keys and values [R · W, KV, D] of each token the beams have taken and see, the new one last."""
         step = self._ancestors.shape[1]
         keys, values = self._suffix.keys[layer], self._suffix.values[layer]
         own = [(keys[t, rows], values[t, rows]) for t in range(self._oldest, step) for rows in [self._ancestors[:, t]]]
-        if not self._last:
-            keys[step, : len(key)] = key
-            values[step, : len(value)] = value
         return [*own, (key, value)]
 
 

@@ -38,12 +38,17 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(head_dim)
         self.o_proj = Linear(num_heads * head_dim, (hidden_size,), bias=bias, ops=ops.linear)
         self._qk_norm_rotary = ops.rope.qk_norm_rotary
+        self._qk_norm_rotary_store = ops.rope.qk_norm_rotary_store
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         parts = self.qkv_proj(x).split(self.qkv_proj.parts, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        query, key = self._qk_norm_rotary(query, key, self.q_norm.weight, self.k_norm.weight, *angles, self.eps)
-        return self.o_proj(plan.run(self.layer, query, key, value))
+        norms, target = (self.q_norm.weight, self.k_norm.weight), plan.target(self.layer)
+        if target is None:
+            query, key = self._qk_norm_rotary(query, key, *norms, *angles, self.eps)
+            return self.o_proj(plan.run(self.layer, query, key, value))
+        query, key = self._qk_norm_rotary_store(query, key, value, *norms, *angles, self.eps, *target)
+        return self.o_proj(plan.run_written(self.layer, query, key, value))
 
 
 class HeadNorm(nn.Module):

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from ..attention.layout import packed_layout
-from ..hardware.base.attention import AttentionBackend, AttentionNeeds, AttentionSupport, PackedLayout, SearchAttention
+from ..hardware.base.attention import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionPlan,
+    AttentionSupport,
+    PackedLayout,
+    SearchAttention,
+)
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops import PlatformOps
 from ..hardware.ops.draw import Draw
@@ -37,6 +44,15 @@ class Rows(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+
+
+def attend(plan: AttentionPlan, layer: int, rows: Rows, ops: PlatformOps) -> Tensor:
+    """`plan.run`; in odd layers the caller writes keys and values first, where the plan names a target."""
+    target = plan.target(layer) if layer % 2 else None
+    if target is None:
+        return plan.run(layer, *rows)
+    ops.kv.write(rows.key, rows.value, *target)
+    return plan.run_written(layer, *rows)
 
 
 def needs_for(
@@ -69,7 +85,7 @@ def check_packed(build: Build, hardware: HardwareBackend, needs: AttentionNeeds,
     for layer in range(needs.num_layers):
         fused = draw_fused(draw, sum(LENGTHS), needs)
         with torch.no_grad():
-            found = plan.run(layer, *split(hardware.runtime.to_device(fused), needs))
+            found = attend(plan, layer, split(hardware.runtime.to_device(fused), needs), hardware.ops)
         expected = packed_attention(*split(fused.double(), needs), LENGTHS, branch, needs)
         _expect(found, expected, hardware, needs, f"packed attention of layer {layer}")
 
@@ -103,7 +119,7 @@ def check_cache(build: Build, hardware: HardwareBackend, needs: AttentionNeeds) 
             part[layer, : sum(LENGTHS)] = rows
         before, calls[:] = cache.versions(), []
         with torch.no_grad():
-            plan.run(layer, *split(hardware.runtime.to_device(fused), needs))
+            attend(plan, layer, split(hardware.runtime.to_device(fused), needs), ops)
         for name, found, part in zip(("keys", "values"), cache.copies(), expected, strict=True):
             same = torch.equal(found.nan_to_num(), part.nan_to_num()) and torch.equal(found.isnan(), part.isnan())
             assert same, (
@@ -187,9 +203,12 @@ class _BeamWalk:
         for layer in range(self._needs.num_layers):
             fused = draw_fused(self._draw, sum(self._lengths), self._needs)
             with torch.no_grad():
-                plan.run(layer, *split(self._hardware.runtime.to_device(fused), self._needs))
+                attend(plan, layer, self._rows(fused), self._hardware.ops)
             _, key, value = (part.split(list(self._lengths)) for part in split(fused.double(), self._needs))
             self._prompts.append(list(zip(key, value, strict=True)))
+
+    def _rows(self, fused: Tensor) -> Rows:
+        return split(self._hardware.runtime.to_device(fused), self._needs)
 
     def _pass(self, search: SearchAttention, paths: list[list[int]], width: int, *, last: bool) -> None:
         num_earlier = len(paths[0])
@@ -199,7 +218,7 @@ class _BeamWalk:
         for layer in range(self._needs.num_layers):
             fused = draw_fused(self._draw, len(paths), self._needs)
             with torch.no_grad():
-                found = plan.run(layer, *split(self._hardware.runtime.to_device(fused), self._needs))
+                found = attend(plan, layer, self._rows(fused), self._hardware.ops)
             rows = Rows(*split(fused.double(), self._needs))
             layers.append(rows)
             expected = torch.stack([self._expected(layer, rows, row, path, width) for row, path in enumerate(paths)])

@@ -14,6 +14,7 @@ from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, unique, write_dis
 
 from polyrec import plugin_api
 from polyrec.hardware.backends.cpu import CpuBackend
+from polyrec.hardware.base.attention import AttentionPlan
 from polyrec.hardware.choose import Choice
 from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.hardware.ops.spec import MISSING
@@ -142,7 +143,7 @@ def test_a_reloaded_module_replaces_its_records(site):
     assert build(extra_ops="fast").table.ops.norm.rms_norm.__wrapped__ is module.rms_norm
 
 
-class Causal:
+class Causal(AttentionPlan):
     """Attention of one sequence, without the engine."""
 
     def run(self, layer, query, key, value):

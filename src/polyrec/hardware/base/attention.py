@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -84,12 +84,31 @@ class KeyValueCache(Protocol):
         ...
 
 
-class AttentionPlan(Protocol):
+class WriteTarget(NamedTuple):
+    """Where one layer's new keys and values go: rows `slots` int64 [T] of keys and values [slots, kv heads, D]."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+class AttentionPlan(ABC):
     """One batch's attention, for all layers."""
 
+    @abstractmethod
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer. query [T, heads, D], key and value [T, kv heads, D], rotated -> [T, heads · D]."""
-        ...
+
+    def target(self, layer: int) -> WriteTarget | None:
+        """Where the caller may write keys and values itself, in the kernel that rotates them; it then calls `run_written`.
+
+        None: nothing is kept, or `run` alone knows how to keep it.
+        """
+        return None
+
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`run` for keys and values that are in `target(layer)` already: each is written once."""
+        raise NotImplementedError(f"{type(self).__name__} names no target.")
 
 
 class SearchAttention(ABC):

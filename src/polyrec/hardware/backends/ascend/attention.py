@@ -166,7 +166,7 @@ class PackedLengths:
         return self._known
 
 
-class PromptPlan:
+class PromptPlan(AttentionPlan):
     """Prompts, packed, each seeing itself; keys and values are kept in `cache`, slot t for token t."""
 
     def __init__(
@@ -212,7 +212,7 @@ class AscendSearch(SearchAttention):
         return BeamPlan(self, ancestors, last=last)
 
 
-class BeamPlan:
+class BeamPlan(AttentionPlan):
     """One pass of a search; its keys and values are kept for later ones, unless it is the last."""
 
     def __init__(self, search: AscendSearch, ancestors: Tensor, *, last: bool) -> None:
