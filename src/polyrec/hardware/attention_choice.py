@@ -68,8 +68,10 @@ class AttentionChoice:
         """The name of the first candidate that supports the model; `attention_unsupported` names one that could."""
         lacking: dict[str, list[str]] = {}
         for name in self.candidates():
-            if not (lacks := self.load(name).support.lacks(needs, self.platform)):
+            if not (lacks := self._lacks(name, needs)):
                 for other, missed in lacking.items():
+                    if other not in self.plugins:  # the platform's own order goes from the fastest to the most able
+                        continue
                     _log.warning(
                         "[attention_passed_over] Attention '%s' does not support %s; '%s' is used.",
                         other,
@@ -88,10 +90,14 @@ class AttentionChoice:
             else "No attention backend installed here can: load a plugin (--extra-att).",
         )
 
+    def _lacks(self, name: str, needs: AttentionNeeds) -> list[str]:
+        """What a candidate cannot do; a platform that lists it in its order says that it runs there."""
+        return self.load(name).support.lacks(needs, None if name in self.order else self.platform)
+
     def _could(self, name: str, needs: AttentionNeeds) -> bool:
         """Whether a backend that nobody asked for would do; one that cannot be loaded would not."""
         try:
-            return not self.load(name).support.lacks(needs, self.platform)
+            return not self._lacks(name, needs)
         except PolyrecError:
             return False
 

@@ -10,15 +10,17 @@ import os
 import numpy as np
 import pytest
 import torch
+from beam_bodies import beam_tests
 from e4m3 import VALUES, decode
 
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
 from polyrec.hardware.backends.cuda_like.kernels.rows import rows_of
-from polyrec.hardware.backends.cuda_like.ops import launch
+from polyrec.hardware.backends.cuda_like.ops import beams, launch
 from polyrec.hardware.backends.cuda_like.ops.rope import heads_together
 from polyrec.hardware.ops import op_groups
-from polyrec.hardware.ops.check import check_op
+from polyrec.hardware.ops.check import check_op, map_arguments
+from polyrec.hardware.ops.search import Beams, TrieArrays
 from polyrec.hardware.ops.spec import FP8, TOLERANCES, group_specs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,6 +56,7 @@ def interpreter(monkeypatch):
 
         monkeypatch.setattr(triton.runtime.interpreter, "_convert_float", converted)
         monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+        monkeypatch.setattr(beams, "MIN_KEPT", 16)  # it takes a second to sort 512 numbers
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +150,8 @@ def fields():
 @pytest.mark.parametrize(("field", "spec", "function"), list(fields()))
 def test_each_kernel_equals_its_reference(backend, field, spec, function):
     dtypes = (torch.float32, torch.bfloat16) if INTERPRETED else backend.capabilities.dtypes
+    if INTERPRETED and field == "search.restricted_log_softmax":
+        dtypes = (torch.float32,)  # torch's product with fp32 sums needs a device
     faults = check_op(
         field, spec, function, runtime=backend.runtime, graph=backend.graph, dtypes=dtypes, train=True, level="full"
     )
@@ -160,6 +165,7 @@ def test_these_are_all_kernels():
         *(f"rope.{name}" for name in ("rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
         *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "block_scaled_mm")),
         *(f"kv.{name}" for name in ("write", "copy_pages")),
+        *(f"search.{name}" for name in ("beam_step", "restricted_log_softmax")),
     }
 
 
@@ -380,3 +386,40 @@ def test_a_gradient_goes_through_the_reference(device):
     assert x.grad.shape == (3, 64)
     with torch.no_grad():
         assert not OPS.norm.rms_norm(x, weight, 1e-6).requires_grad
+
+
+# --- the beam step
+
+BEAM_TESTS = [name for name, _ in beam_tests(OPS.search.beam_step)]
+
+
+@pytest.mark.parametrize("name", BEAM_TESTS[::5] if INTERPRETED else BEAM_TESTS)
+def test_the_beam_step_passes_the_references_tests(backend, name):
+    def step(*args):
+        arguments = map_arguments(backend.runtime.to_device, dict(enumerate(args)))
+        return map_arguments(backend.runtime.to_host, {0: OPS.search.beam_step(*arguments.values())})[0]
+
+    dict(beam_tests(step))[name]()
+
+
+def test_beams_in_the_order_of_their_scores_keep_their_parents(monkeypatch, device):
+    """Many blocks and splits: a wide step equals a plain sort of every candidate."""
+    monkeypatch.setattr(beams, "MIN_KEPT", 16)
+    generator = torch.Generator().manual_seed(3)
+    parents, fan = 40, 7
+    node = torch.randperm(parents, generator=generator)[:20][None] + 1
+    first = torch.tensor([1, *(1 + parents + fan * i for i in range(parents + 1))])
+    code = torch.tensor([-1, *range(parents), *(list(range(fan)) * parents)])
+    score = torch.randn(1, 20, generator=generator).sort(descending=True).values
+    logits = torch.randn(1, 20, fan, generator=generator)
+    total = (score[..., None] + logits).flatten()
+    order = total.argsort(descending=True)[:30]
+    to = lambda x: x.to(device)  # noqa: E731
+    found = OPS.search.beam_step(
+        to(logits), to(torch.zeros(1, 20)), Beams(to(score), to(node), to(node)), TrieArrays(to(first), to(code)), None,
+        to(torch.tensor([30])), 32,
+    )  # fmt: skip
+    assert torch.equal(found.score[0, :30].cpu(), total[order])
+    assert torch.equal(found.parent[0, :30].cpu(), order // fan)
+    assert torch.equal(found.node[0, :30].cpu(), first[node[0, order // fan]] + order % fan)
+    assert (found.score[0, 30:] == float("-inf")).all()

@@ -93,6 +93,9 @@ class HostTensor:
     def is_pinned(self) -> bool:
         return self._pinned
 
+    def contiguous(self) -> HostTensor:
+        return self
+
     def pin_memory(self) -> HostTensor:
         self._calls.append(("pin_memory", (), {}))
         return HostTensor(self._calls, pinned=True)

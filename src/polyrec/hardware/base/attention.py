@@ -47,12 +47,12 @@ class AttentionSupport:
     mla: bool = False
     train: bool = False
 
-    def lacks(self, needs: AttentionNeeds, platform: str) -> list[str]:
-        """What of the needs it cannot do, in words; empty when it fits."""
+    def lacks(self, needs: AttentionNeeds, platform: str | None) -> list[str]:
+        """What of the needs it cannot do, in words; empty when it fits. platform None: it runs there, as the platform says."""
         asked = {
             f"head size {needs.head_dim}": self.head_dims is not None and needs.head_dim not in self.head_dims,
             f"dtype {needs.dtype}": self.dtypes is not None and needs.dtype not in self.dtypes,
-            f"platform {platform}": self.platforms is not None and platform not in self.platforms,
+            f"platform {platform}": None not in (self.platforms, platform) and platform not in (self.platforms or ()),
             f"a sliding window of {needs.sliding_window}": needs.sliding_window is not None and not self.sliding_window,
             f"a soft cap of {needs.soft_cap}": needs.soft_cap is not None and not self.soft_cap,
             "latent attention (MLA)": needs.mla and not self.mla,

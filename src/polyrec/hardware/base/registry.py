@@ -60,3 +60,4 @@ register_platform("xpu", "polyrec.hardware.backends.xpu:XpuBackend")
 register_platform("ascend", "polyrec.hardware.backends.ascend:AscendBackend")
 
 register_attention("sdpa", "polyrec.attention.sdpa:SdpaAttention")
+register_attention("triton", "polyrec.attention.triton:TritonAttention")

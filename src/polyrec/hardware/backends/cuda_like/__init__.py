@@ -59,6 +59,7 @@ class CudaLikeBackend(HardwareBackend):
     """Base of the platforms that torch shows as "cuda". variant: this platform's row of the table of differences."""
 
     device_type = "cuda"
+    attention_order = ("triton", "sdpa")
     variant: ClassVar[Variant] = dataclasses.replace(NVIDIA, fp8_from=None)
 
     def __init__(

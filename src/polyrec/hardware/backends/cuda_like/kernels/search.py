@@ -20,7 +20,7 @@ BEAM_MASK: tl.constexpr = tl.constexpr((1 << 20) - 1)
 
 @triton.jit
 def count_kernel(score, node, first_child, offsets, order, num_beams, WIDTH: tl.constexpr):
-    """One program per request: beams by node -> order int32 [R, W] (which beam), offsets int32 [R, W + 1] (candidates before)."""
+    """One program per request: beams by node -> order int32 [R, W], offsets int32 [R, W + 1] (candidates before each)."""
     request = tl.program_id(0)
     place = tl.arange(0, WIDTH)
     inside = place < num_beams
@@ -107,7 +107,7 @@ def select_kernel(
     num_beams, num_codes, num_splits,
     KEEP: tl.constexpr, STEPS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request, split): the best KEEP of every num_splits-th block of candidates, sorted -> partial [R, splits, KEEP]."""
+    """Programs (request, split): the best KEEP of every num_splits-th block of candidates -> partial [R, splits, KEEP]."""
     request = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offsets += request * (num_beams + 1)

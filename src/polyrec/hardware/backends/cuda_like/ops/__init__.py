@@ -20,6 +20,7 @@ from ....ops import (
     PlatformOps,
 )
 from .act import act_ops
+from .beams import search_ops
 from .kv import kv_ops
 from .linear import CUDA_LIKE_LINEAR_OPS, linear_ops
 from .norm import norm_ops
@@ -59,4 +60,5 @@ def cuda_like_ops(*, triton: bool, fp8: bool) -> PlatformOps:
         rope=rope_ops(),
         linear=linear_ops(fp8),
         kv=kv_ops(),
+        search=search_ops(),
     )
