@@ -27,7 +27,9 @@ class Searcher:
         self._head = head
         self._ops = backend.ops
         move = backend.runtime.to_device
-        self._trie = TrieArrays(move(torch.from_numpy(trie.first_child)), move(torch.from_numpy(trie.code).long()))
+        self._trie = TrieArrays(
+            move(torch.from_numpy(trie.first_child).long()), move(torch.from_numpy(trie.code).long())
+        )
         # A level cannot hold more beams than it has nodes.
         self._level_nodes = [int(trie.level_starts[lv + 1] - trie.level_starts[lv]) for lv in range(1, trie.depth + 1)]
         weight = model.head_weight

@@ -18,16 +18,15 @@ MAX_COMPLETE_LEAVES = 50_000_000  # of a tree of all code sequences: some 2 GB
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """first_child: int64 [inner nodes + 1], children of v are first_child[v] … first_child[v + 1] − 1 (v = 0 is the root).
+    """first_child: int [inner nodes + 1], children of v are first_child[v] … first_child[v + 1] − 1 (v = 0 is the root).
 
-    code: int32 [nodes], the code on the edge into a node (−1 for the root). parent: int64 [nodes] (−1 for the root).
-    level_starts: int64 [S + 2], node ids of level l are level_starts[l] … level_starts[l + 1] − 1; level 0 is the root.
-    rows: int64 [leaves], the catalog row of each leaf in SID order.
+    code: int32 [nodes], the code on the edge into a node (−1 for the root). level_starts: int64 [S + 2], node ids of level l
+    are level_starts[l] … level_starts[l + 1] − 1; level 0 is the root. rows: int [leaves], the catalog row of each leaf in
+    SID order. `int` is int32 while the numbers fit, else int64.
     """
 
     first_child: np.ndarray
     code: np.ndarray
-    parent: np.ndarray
     level_starts: np.ndarray
     rows: np.ndarray
 
@@ -48,6 +47,10 @@ class Trie:
         """Node id of the first leaf."""
         return int(self.level_starts[-2])
 
+    def parents(self, nodes: np.ndarray) -> np.ndarray:
+        """nodes int [K], none of them the root -> the node above each, int64 [K]."""
+        return np.searchsorted(self.first_child, nodes.astype(self.first_child.dtype), side="right") - 1
+
 
 def build_trie(codes: np.ndarray) -> Trie:
     """Builds the tree from codes int [N, S], N >= 1, all rows different (a repeated SID is a CatalogError)."""
@@ -56,32 +59,64 @@ def build_trie(codes: np.ndarray) -> Trie:
         raise CatalogError(
             "catalog_empty", f"A catalog needs at least one SID, got shape {codes.shape}.", "Add items to the catalog."
         )
-    num, depth = codes.shape
-    order = np.lexsort(codes.T[::-1])
-    ranked = codes[order]
-    # changed[i, l]: row i differs from row i − 1 in one of the first l + 1 codes, so it opens a node of level l + 1.
-    changed = np.ones((num, depth), bool)
-    changed[1:] = np.logical_or.accumulate(ranked[1:] != ranked[:-1], axis=1)
-    if not changed[:, -1].all():
-        first = int(np.flatnonzero(~changed[:, -1])[0])
+    rows, columns = _in_order(codes)
+    starts = []  # for each level 1…S the ranks of the SIDs that open a node of it
+    changed = np.zeros(len(rows), bool)
+    changed[0] = True
+    for column in columns:
+        changed[1:] |= column[1:] != column[:-1]
+        starts.append(np.flatnonzero(changed))
+    if not changed.all():
+        first = int(np.argmin(changed))
         raise CatalogError(
             "sid_repeated",
-            f"{int((~changed[:, -1]).sum())} items repeat another item's SID, the first is {ranked[first].tolist()}.",
+            f"{len(rows) - len(starts[-1])} items repeat another item's SID, the first is "
+            f"{[int(column[first]) for column in columns]}.",
             "Give each item its own SID (`polyrec prepare` does).",
         )
-    counts = changed.sum(axis=0)
-    level_starts = np.cumsum([0, 1, *counts]).astype(np.int64)
-    node = np.zeros((num, depth + 1), np.int64)  # node id of each row's prefix, by length
-    node[:, 1:] = level_starts[1:-1] + np.cumsum(changed, axis=0) - 1
-    code = np.full(level_starts[-1], -1, np.int32)
-    parent = np.full(level_starts[-1], -1, np.int64)
-    for level in range(depth):
-        opens = changed[:, level]
-        code[node[opens, level + 1]] = ranked[opens, level]
-        parent[node[opens, level + 1]] = node[opens, level]
-    fanout = np.bincount(parent[1:], minlength=int(level_starts[-2]))
-    first_child = np.concatenate([[1], 1 + np.cumsum(fanout)]).astype(np.int64)
-    return Trie(first_child, code, parent, level_starts, order.astype(np.int64))
+    level_starts = np.cumsum([0, 1, *map(len, starts)]).astype(np.int64)
+    number = index_dtype(int(level_starts[-1]))
+    first_child = np.empty(int(level_starts[-2]) + 1, number)
+    code = np.empty(int(level_starts[-1]), np.int32)
+    first_child[0], code[0], first_child[-1] = 1, -1, level_starts[-1]
+    for level, column in enumerate(columns, 1):
+        begin, end = level_starts[level], level_starts[level + 1]
+        code[begin:end] = column[starts[level - 1]]
+        if level < len(columns):  # a node's first child opens at the same rank as the node itself
+            first_child[begin:end] = np.searchsorted(starts[level], starts[level - 1]) + end
+    return Trie(first_child, code, level_starts, rows)
+
+
+def index_dtype(largest: int) -> type[np.signedinteger]:
+    """int32 while `largest` fits."""
+    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+
+
+def _in_order(codes: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Rows in SID order [N], and the codes of each level in that order [N].
+
+    Where a SID and its row fit into 64 bits together, the numbers themselves are sorted: five times faster than `lexsort`.
+    """
+    num = len(codes)
+    number = index_dtype(num)
+    bits = [int(code).bit_length() for code in codes.max(axis=0)]
+    row_bits = (num - 1).bit_length()
+    if codes.min() < 0 or sum(bits) + row_bits > 64:
+        rows = np.lexsort(codes.T[::-1])
+        return rows.astype(number), [codes[rows, level] for level in range(codes.shape[1])]
+    keys = np.zeros(num, np.uint64)
+    for level, width in enumerate(bits):
+        keys <<= np.uint64(width)
+        keys |= codes[:, level].astype(np.uint64)
+    keys <<= np.uint64(row_bits)
+    keys |= np.arange(num, dtype=np.uint64)
+    keys.sort()
+    columns = []
+    shift = row_bits
+    for width in reversed(bits):
+        columns.append(((keys >> np.uint64(shift)) & np.uint64((1 << width) - 1)).astype(np.int32))
+        shift += width
+    return (keys & np.uint64((1 << row_bits) - 1)).astype(number), columns[::-1]
 
 
 def complete_trie(codebook_sizes: tuple[int, ...]) -> Trie:
@@ -97,30 +132,31 @@ def complete_trie(codebook_sizes: tuple[int, ...]) -> Trie:
     level_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     fanout = np.repeat(np.array(codebook_sizes, np.int64), counts[:-1])
     code = np.concatenate([[-1], *(np.tile(np.arange(size), counts[lv]) for lv, size in enumerate(codebook_sizes))])
-    parent = np.concatenate([[-1], np.repeat(np.arange(level_starts[-2]), fanout)])
+    number = index_dtype(int(level_starts[-1]))
     return Trie(
-        first_child=np.concatenate([[1], 1 + np.cumsum(fanout)]).astype(np.int64),
+        first_child=np.concatenate([[1], 1 + np.cumsum(fanout)]).astype(number),
         code=code.astype(np.int32),
-        parent=parent.astype(np.int64),
         level_starts=level_starts,
-        rows=np.arange(counts[-1]),
+        rows=np.arange(counts[-1], dtype=number),
     )
 
 
 def leaves_of_rows(trie: Trie) -> np.ndarray:
-    """The inverse of `rows`: int64 [catalog rows] -> leaf number."""
-    leaves = np.empty(trie.num_leaves, np.int64)
-    leaves[trie.rows] = np.arange(trie.num_leaves)
+    """The inverse of `rows`: int [catalog rows] -> leaf number."""
+    leaves = np.empty(trie.num_leaves, trie.rows.dtype)
+    leaves[trie.rows] = np.arange(trie.num_leaves, dtype=trie.rows.dtype)
     return leaves
 
 
 def live_nodes(trie: Trie, leaves: np.ndarray) -> list[np.ndarray]:
     """For levels 1…S the sorted node ids, int64, that lead to any of `leaves` (leaf numbers, int [L]): an allow list's
     own tree."""
+    if _is_long(trie, leaves):
+        return _swept(trie, leaves, np.logical_or)
     nodes = np.unique(np.asarray(leaves, np.int64)) + trie.first_leaf
     levels = [nodes]
     for _ in range(trie.depth - 1):
-        nodes = np.unique(trie.parent[nodes])
+        nodes = np.unique(trie.parents(nodes))
         levels.append(nodes)
     return levels[::-1]
 
@@ -128,10 +164,30 @@ def live_nodes(trie: Trie, leaves: np.ndarray) -> list[np.ndarray]:
 def dead_nodes(trie: Trie, leaves: np.ndarray) -> list[np.ndarray]:
     """For levels 1…S the sorted node ids, int64, whose every leaf is in `leaves` (leaf numbers, int [L]): what an exclusion
     takes away."""
+    if _is_long(trie, leaves):
+        return _swept(trie, leaves, np.logical_and)
     nodes = np.unique(np.asarray(leaves, np.int64)) + trie.first_leaf
     levels = [nodes]
     for _ in range(trie.depth - 1):
-        parents, gone = np.unique(trie.parent[nodes], return_counts=True)
+        parents, gone = np.unique(trie.parents(nodes), return_counts=True)
         nodes = parents[gone == trie.first_child[parents + 1] - trie.first_child[parents]]
         levels.append(nodes)
+    return levels[::-1]
+
+
+def _is_long(trie: Trie, leaves: np.ndarray) -> bool:
+    """Sorting a list costs some 100 ns an entry, sweeping the whole tree about 2 ns a node."""
+    return len(leaves) * 64 > trie.num_leaves
+
+
+def _swept(trie: Trie, leaves: np.ndarray, rule: np.ufunc) -> list[np.ndarray]:
+    """For levels 1…S the ids of nodes that are marked, a node's mark being `rule` over its children's."""
+    marked = np.zeros(trie.num_leaves, bool)
+    marked[leaves] = True
+    levels = [np.flatnonzero(marked) + trie.first_leaf]
+    for level in range(trie.depth - 1, 0, -1):
+        begin, end = trie.level_starts[level], trie.level_starts[level + 1]
+        # Every inner node has a child, which `reduceat` needs.
+        marked = rule.reduceat(marked, trie.first_child[begin:end] - end)
+        levels.append(np.flatnonzero(marked) + begin)
     return levels[::-1]
