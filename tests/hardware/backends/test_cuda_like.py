@@ -305,7 +305,7 @@ def test_parts_may_be_another_backends(module):
     own = NvidiaBackend()
     assert isinstance(own.runtime, CudaLikeRuntime)
     assert isinstance(own.graph, CudaLikeGraph)
-    assert own.ops.search is CUDA_LIKE_OPS.search
+    assert own.ops.sampling is CUDA_LIKE_OPS.sampling
 
 
 def test_a_vendor_is_a_subclass_with_another_name():
