@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..hardware.base.attention import PackedLayout
@@ -23,11 +22,5 @@ def packed_layout(
     branch: int64 [T] (host), 0 for a sequence's prompt and b >= 1 for its b-th branch: a branch sees the prompt and itself.
     to_device: a runtime's copy to its device.
     """
-    starts = torch.cumsum(lengths, 0) - lengths
-    column = torch.arange(int(lengths.max()))
-    valid = column < lengths[:, None]
-    padded = torch.where(valid, starts[:, None] + column, 0)
-    flat = torch.nonzero(valid.flatten()).squeeze(1)
-    return PackedLayout(
-        to_device(padded), to_device(flat), to_device(lengths), None if branch is None else to_device(branch)
-    )
+    of_row = None if branch is None else to_device(branch)
+    return PackedLayout(to_device(lengths), int(lengths.max()), int(lengths.sum()), of_row)

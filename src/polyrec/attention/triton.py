@@ -33,6 +33,7 @@ class TritonAttention(AttentionBackend):
     support = AttentionSupport(
         head_dims=(16, 32, 64, 128, 256), platforms=("nvidia", "metax", "rocm"), sliding_window=True, soft_cap=True
     )
+    capturable = True
 
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
         if layout.branch is not None:
@@ -53,9 +54,9 @@ class PackedPlan(AttentionPlan):
         self._write = ops.kv.write
         self._cache = cache
         self._lengths = layout.lengths
-        self._starts = torch.cumsum(layout.lengths, 0) - layout.lengths
-        self._longest = layout.padded.shape[1]
-        self._slots = torch.arange(len(layout.flat), device=layout.flat.device) if cache is not None else None
+        self._starts = layout.starts
+        self._longest = layout.longest
+        self._slots = torch.arange(layout.num_tokens, device=layout.lengths.device) if cache is not None else None
 
     def target(self, layer: int) -> WriteTarget | None:
         if self._cache is None or self._slots is None:
@@ -103,12 +104,11 @@ class TritonSearch(SearchAttention):
         self.cache = cache
         self.width = width
         self.lengths = layout.lengths
-        self.starts = torch.cumsum(layout.lengths, 0) - layout.lengths
-        self.slots = torch.arange(len(layout.flat), device=layout.flat.device)
+        self.starts = layout.starts
         self.num_rows = len(layout.lengths) * width
         self.max_spans, self.spans = spans_of(layout, width * needs.num_heads // needs.num_kv_heads)
         kept = (needs.num_layers, num_kept, self.num_rows, needs.num_kv_heads, needs.head_dim)
-        device = layout.flat.device
+        device = layout.lengths.device
         self.suffix_keys = torch.empty(kept, dtype=needs.dtype, device=device)
         self.suffix_values = torch.empty_like(self.suffix_keys)
         self.rows = torch.arange(self.num_rows, device=device)
@@ -154,7 +154,7 @@ class BeamPlan(AttentionPlan):
         block_rows = 16 if width * group <= 16 else 64
         grid = (len(search.lengths) * needs.num_kv_heads, triton.cdiv(width * group, block_rows), search.max_spans)
         kernels.prompt_kernel[grid](
-            query, *search.cache.layer(layer), search.slots, search.starts, search.lengths, search.spans,
+            query, *search.cache.layer(layer), search.starts, search.lengths, search.spans,
             search.part, search.part_top, search.part_total, *common, num_earlier + 1, search.num_rows,
             **sizes, ROWS=block_rows, KEYS=64, **flags, num_warps=4, num_stages=3 if query.element_size() == 2 else 2,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def spans_of(layout: PackedLayout, query_rows: int) -> tuple[int, Tensor]:
     Few query rows leave most of the device idle unless their prompt is cut; many fill it, and each span would only add
     traffic for its partial results.
     """
-    longest = layout.padded.shape[1]
+    longest = layout.longest
     size = 256 if query_rows <= 128 else 512 if query_rows <= 256 else 1024 if query_rows < QUERY_ROWS else 1 << 30
     size = max(size, -(-longest // MAX_SPANS))
     return max(1, -(-longest // size)), torch.full_like(layout.lengths, min(size, 1 << 30), dtype=torch.int32)

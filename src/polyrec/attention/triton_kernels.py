@@ -1,8 +1,7 @@
 """Triton kernels of attention: packed sequences against their own keys, and beams against one shared copy of their prompt.
 
-Prompt keys and values lie in a cache of rows [slots, kv heads, D]; `slots` says in which row each packed token is. A program
-never looks beyond its own request, and how a prompt is cut into spans depends on that request alone: what a request gets does
-not depend on its neighbours.
+Prompt keys and values lie in a cache of rows [slots, kv heads, D], packed token t in slot t. A program never looks beyond its
+own request: what a request gets does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def packed_kernel(
 
 @triton.jit
 def prompt_kernel(
-    query, keys, values, slots, starts, lengths, spans, part, part_top, part_total,
+    query, keys, values, starts, lengths, spans, part, part_top, part_total,
     width, window, scale, soft_cap, q_row, q_head, steps_after, num_rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
@@ -129,8 +128,7 @@ def prompt_kernel(
     for start in range(begin, end, KEYS):
         number = start + tl.arange(0, KEYS)
         there = number < end
-        slot = tl.load(slots + first + number, mask=there, other=0).to(tl.int64)
-        place = (slot * kv_heads + kv_head) * DIM
+        place = ((first + number) * kv_heads + kv_head) * DIM
         k = tl.load(keys + place[None, :] + lane[:, None], mask=there[None, :], other=0.0).to(q.dtype)
         v = tl.load(values + place[:, None] + lane[None, :], mask=there[:, None], other=0.0).to(q.dtype)
         scores = tl.where(there[None, :], _scores(q, k, scale, soft_cap, CAPPED), NEVER)

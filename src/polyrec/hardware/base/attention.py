@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -63,17 +64,35 @@ class AttentionSupport:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How T packed tokens stand in a padded batch of R rows of L.
+    """R sequences, packed one after another into num_tokens rows; rows after the last sequence belong to none.
 
-    padded: int64 [R, L] token of each place (padding repeats token 0). flat: int64 [T] place of each token in R · L.
-    branch: int64 [T], 0 for a sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no
-    branches. lengths: int64 [R].
+    lengths: int64 [R], zero for a place without a sequence. longest: at least the longest one. branch: int64 [T], 0 for a
+    sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no branches. A captured graph keeps
+    longest and num_tokens, and reads lengths anew.
     """
 
-    padded: Tensor
-    flat: Tensor
     lengths: Tensor
+    longest: int
+    num_tokens: int
     branch: Tensor | None = None
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 [R], each sequence's first row."""
+        return torch.cumsum(self.lengths, 0) - self.lengths
+
+    @cached_property
+    def padded(self) -> Tensor:
+        """int64 [R, longest], the row of each place of a padded batch; padding repeats row 0."""
+        column = torch.arange(self.longest, device=self.lengths.device)
+        return torch.where(column < self.lengths[:, None], self.starts[:, None] + column, 0)
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """int64 [T], the place of each row in a padded batch; every row belongs to a sequence."""
+        offset = torch.arange(len(self.lengths), device=self.lengths.device) * self.longest - self.starts
+        row = torch.arange(self.num_tokens, device=self.lengths.device)
+        return row + torch.repeat_interleave(offset, self.lengths, output_size=self.num_tokens)
 
 
 class KeyValueCache(Protocol):
@@ -126,10 +145,12 @@ class SearchAttention(ABC):
 class AttentionBackend(ABC):
     """One way to compute attention, built once per engine or trainer.
 
-    support: what it can do; a model that needs more is refused before this is built.
+    support: what it can do; a model that needs more is refused before this is built. capturable: shapes follow from the
+    layout's longest and num_tokens alone and nothing synchronises, so prefill and search can be captured.
     """
 
     support: ClassVar[AttentionSupport]
+    capturable: ClassVar[bool] = False
 
     def __init__(self, needs: AttentionNeeds, ops: PlatformOps) -> None:
         self.needs = needs
