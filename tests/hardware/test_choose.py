@@ -23,9 +23,9 @@ FAILED = Probe.failed("driver 3 is older than 4")
 RAISES = RuntimeError("the library does not load")
 
 
-def accelerator(name: str, answer: Probe | Exception, device_type: str) -> type[HardwareBackend]:
+def accelerator(name: str, answer: object, device_type: str) -> type[HardwareBackend]:
     def probe(cls: type[HardwareBackend]) -> Probe:
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -160,7 +160,8 @@ def test_a_device_that_no_usable_platform_has(machine):
     machine(abacus_on_beads=FAILED, loom_on_thread=ABSENT)
     assert "'tpu'" in refused("device_unknown", device="tpu:0")
     assert FAILED.reason in refused("device_unknown", device="beads")
-    refused("device_unknown", device="thread", allow_cpu=True)  # a device that was asked for is never the CPU
+    # A device that was asked for is never the CPU, and what was looked for is told.
+    assert ABSENT.reason in refused("device_unknown", device="thread", allow_cpu=True)
 
 
 @pytest.mark.parametrize("device", ["", ":0", "cuda:", "cuda:x", "cuda:-1", "cuda:1:2", "cu da", "cuda:²", "cuda,cpu"])
@@ -183,6 +184,27 @@ def test_a_platform_that_is_named_and_cannot_run(machine, answer, state):
         text = refused("platform_unusable", **config)
         assert all(words in text for words in ("abacus", state, getattr(answer, "reason", str(answer))))
         refused("platform_unusable", **config, allow_cpu=True)
+
+
+@pytest.mark.parametrize("answer", [None, True, "usable", SystemExit(1)], ids=repr)
+def test_a_probe_that_gives_no_answer_has_failed(machine, answer):
+    machine(abacus_on_beads=answer)
+    reason = probe_platform("abacus").reason
+    assert type(answer).__name__ in reason or repr(answer) in reason
+    for config in ({}, {"device": "beads"}, {"device": "abacus"}, {"hardware_platform": "abacus"}):
+        with pytest.raises(PolyrecError) as caught:
+            choose(**config)
+        assert reason in str(caught.value)
+    assert choose(hardware_platform="cpu") == ("cpu", 0)
+
+
+@pytest.mark.parametrize("device_type", [None, 3])
+def test_a_platform_without_a_device_type_stops_no_other(machine, device_type):
+    machine(abacus=USABLE, loom=USABLE)
+    platform_class("abacus").device_type = device_type
+    assert choose() == ("loom", 0)
+    assert "device_type" in refused("device_unknown", device="beads")
+    assert "device_type" in refused("platform_not_a_backend", hardware_platform="abacus")
 
 
 def test_only_what_is_chosen_must_load(machine):

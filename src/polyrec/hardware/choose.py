@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..core.errors import HardwareError, PolyrecError
 from .base.backend import HardwareBackend
 from .base.config import AUTO, HardwareConfig
-from .base.probe import Probe
+from .base.probe import Probe, ProbeState
 from .base.registry import load_platform, platform_names
 
 CPU = "cpu"
@@ -54,6 +54,12 @@ def platform_class(name: str) -> type[HardwareBackend]:
             f"Platform '{name}' is {cls!r}, not a HardwareBackend class.",
             "Register the path of a subclass of polyrec.hardware.HardwareBackend.",
         )
+    if not isinstance(device_type := getattr(cls, "device_type", None), str):
+        raise HardwareError(
+            "platform_not_a_backend",
+            f"Platform '{name}' is {cls!r}, whose device_type is {device_type!r}, and no text.",
+            "Set it to what torch calls the platform's devices, such as cuda.",
+        )
     called = getattr(cls, "platform_name", None)
     if called != name:
         raise HardwareError(
@@ -65,13 +71,15 @@ def platform_class(name: str) -> type[HardwareBackend]:
 
 
 def probe_platform(name: str) -> Probe:
-    """The platform's own answer; a module that does not import, and a probe that raises, are failed probes."""
+    """The platform's own answer; a module that does not import, a probe that raises, and one that returns no Probe are failed
+    probes."""
     try:
-        return platform_class(name).probe()
+        probe = platform_class(name).probe()
     except PolyrecError as error:
         return Probe.failed(str(error))
-    except Exception as error:  # noqa: BLE001 (a vendor's library may fail in any way, and must not stop the others)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a vendor's library may fail in any way: the others go on)
         return Probe.failed(f"its probe raised {type(error).__name__}: {error}")
+    return probe if isinstance(probe, Probe) else Probe.failed(f"its probe returned {probe!r}, which is no Probe.")
 
 
 def probe_accelerators(device_type: str | None = None) -> dict[str, Probe]:
@@ -112,13 +120,14 @@ def _automatic(config: HardwareConfig, device: str | None) -> str:
     if device is not None:
         raise HardwareError(
             "device_unknown",
-            f"--device {config.device}: no usable platform has devices of type '{device}'. {_reasons(probes)}".strip(),
+            f"--device {config.device}: no usable platform has devices of type '{device}'. "
+            f"{_reasons(probes, 'failed', 'absent')}".strip(),
             "See `polyrec devices`.",
         )
     if failed and not config.allow_cpu:
         raise HardwareError(
             "probe_failed",
-            f"No accelerator is usable, and {len(failed)} should be: {_reasons(probes)}",
+            f"No accelerator is usable, and {len(failed)} should be: {_reasons(probes, 'failed')}",
             "Mend it, or run on the CPU on purpose: --hardware-platform cpu or --allow-cpu.",
         )
     for name, reason in failed.items():
@@ -126,8 +135,8 @@ def _automatic(config: HardwareConfig, device: str | None) -> str:
     return CPU
 
 
-def _reasons(probes: dict[str, Probe]) -> str:
-    return " ".join(f"{name}: {probe.reason}" for name, probe in probes.items() if probe.state == "failed")
+def _reasons(probes: dict[str, Probe], *states: ProbeState) -> str:
+    return " ".join(f"{name}: {probe.reason}" for name, probe in probes.items() if probe.state in states)
 
 
 def _refuse_unusable(name: str, probe: Probe) -> None:
