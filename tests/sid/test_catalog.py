@@ -107,6 +107,43 @@ def test_files_that_are_no_catalog_are_refused(tmp_path):
     assert Catalog.load(path).row_of_codes((1, 0)) == 1
 
 
+def test_a_large_catalog_is_mapped_and_the_same(tmp_path, monkeypatch):
+    path, mapped = tmp_path / "catalog.parquet", tmp_path / "catalog.trie"
+    for seed in (3, 4):  # the second catalog takes the place of the first, whose mapped file is stale then
+        catalog = random_catalog(seed)
+        catalog.save(path)
+        for _ in range(2):
+            loaded = Catalog.load(path, mapped_from=50)
+            assert mapped.is_file()
+            assert list(loaded.item_ids) == list(catalog.item_ids)
+            assert list(loaded.names) == list(catalog.names)
+            np.testing.assert_array_equal(loaded.codes, catalog.codes)
+            np.testing.assert_array_equal(loaded.counts, catalog.counts)
+            for name in ("first_child", "code", "level_starts", "rows"):
+                np.testing.assert_array_equal(getattr(loaded.trie, name), getattr(catalog.trie, name))
+            assert loaded.rows([*catalog.item_ids, "unknown"]) == [*range(50), None]
+            assert [loaded.row_of_codes(sid) for sid in catalog.codes] == list(range(50))
+    monkeypatch.setattr(pl, "read_parquet", None)
+    assert len(Catalog.load(path)) == 50, "a mapped catalog reads no Parquet"
+
+
+def test_a_small_catalog_leaves_no_file(tmp_path):
+    random_catalog().save(tmp_path / "catalog.parquet")
+    Catalog.load(tmp_path / "catalog.parquet", mapped_from=51)
+    assert [path.name for path in tmp_path.iterdir()] == ["catalog.parquet"]
+
+
+def test_a_folder_that_cannot_be_written_is_reported_and_read(tmp_path, monkeypatch, caplog):
+    random_catalog().save(tmp_path / "catalog.parquet")
+
+    def refuse(path, arrays, source):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("polyrec.sid.catalog.write_arrays", refuse)
+    assert len(Catalog.load(tmp_path / "catalog.parquet", mapped_from=1)) == 50
+    assert "[catalog_not_mapped]" in caplog.text
+
+
 def test_the_fingerprint_is_of_layout_and_codebooks_only():
     first = Catalog.fingerprint((4, 4), "abc")
     assert first == Catalog.fingerprint(np.array([4, 4]), "abc")

@@ -22,7 +22,7 @@ from ..hardware import HardwareBackend, HardwareConfig, get_hardware_backend
 from ..hardware.base.config import Fallback, Verify
 from ..models.checkpoint import load_model
 from ..models.spec import Decoder
-from ..sid.trie import MAX_COMPLETE_LEAVES, build_trie, complete_trie, leaves_of_rows
+from ..sid.trie import MAX_COMPLETE_LEAVES, complete_trie, leaves_of_rows
 from .batching import SearchRequest, SearchResult
 from .engine import Engine, EngineConfig
 from .folder import ModelFolder, read_folder
@@ -75,7 +75,7 @@ class Recommender:
                 f"tokens, the model takes {self.max_prompt_tokens}.",
                 "Use a model with more max_position_embeddings, or train with a lower prompt.max_items.",
             )
-        trie = build_trie(folder.catalog.codes)
+        trie = folder.catalog.trie
         self._leaves = leaves_of_rows(trie)
         self.engine = Engine(model, folder.layout, trie, backend, self._config)
         self.lock = threading.Lock()  # held by whoever runs the engine

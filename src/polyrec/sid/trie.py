@@ -7,6 +7,8 @@ ids, leaf k of the last level is the k-th SID in order, and "lower node id" is "
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +52,20 @@ class Trie:
     def parents(self, nodes: np.ndarray) -> np.ndarray:
         """nodes int [K], none of them the root -> the node above each, int64 [K]."""
         return np.searchsorted(self.first_child, nodes.astype(self.first_child.dtype), side="right") - 1
+
+    def row_of(self, codes: Sequence[int] | np.ndarray) -> int | None:
+        """The row of a whole SID, codes [S]; None when it is not in the tree."""
+        if len(codes) != self.depth:
+            return None
+        # Views read one element four times faster than numpy does.
+        code, first_child = self.code.data, self.first_child.data
+        node = 0
+        for wanted in codes:
+            end = first_child[node + 1]
+            node = bisect_left(code, wanted, first_child[node], end)
+            if node == end or code[node] != wanted:
+                return None
+        return int(self.rows[node - self.first_leaf])
 
 
 def build_trie(codes: np.ndarray) -> Trie:

@@ -1,0 +1,50 @@
+"""Packed texts and their index, against lists and dictionaries."""
+
+import numpy as np
+import pytest
+
+from polyrec.sid import strings
+from polyrec.sid.strings import StringIndex, Strings
+
+TEXTS = ["", "a", None, "Näme «7»", "b" * 700, "日本", None, "a\x00", "\x00a", "item-12", "x"]
+
+
+@pytest.mark.parametrize("texts", [[], [None], [""], TEXTS, TEXTS * 3])
+@pytest.mark.parametrize("rows_at_a_time", [2, 1000])
+def test_packed_texts_are_the_texts(texts, rows_at_a_time, monkeypatch):
+    monkeypatch.setattr(strings, "_ROWS_AT_A_TIME", rows_at_a_time)
+    packed = Strings.of(texts)
+    assert list(packed) == texts
+    assert [packed[row] for row in range(len(packed))] == texts
+    assert [packed[row - len(texts)] for row in range(len(texts))] == texts
+    assert packed[1:8:3] == texts[1:8:3]
+    assert list(Strings.of(packed)) == texts
+    with pytest.raises(IndexError):
+        packed[len(texts)]
+
+
+def test_numpy_numbers_index_texts():
+    assert Strings.of(TEXTS)[np.int64(3)] == TEXTS[3]
+
+
+@pytest.mark.parametrize("num_texts", [1, 2, 3, 50, 3000])
+def test_the_index_finds_what_a_dictionary_finds(num_texts):
+    rng = np.random.default_rng(num_texts)
+    letters = list("abcé日\x00 ")
+    texts = sorted({"".join(rng.choice(letters, rng.integers(0, 14))) for _ in range(2 * num_texts)})
+    rng.shuffle(texts)
+    known, others = texts[:num_texts], texts[num_texts:]
+    index = StringIndex.of(Strings.of(known))
+    rows = {text: row for row, text in enumerate(known)}
+    for text in [*known, *others, "", "\x00", "\ud800", "z" * 5000]:
+        assert index.find(text) == rows.get(text)
+
+
+def test_regular_ids_spread_over_the_slots():
+    """Numbered ids must not fall into few chains, or each look-up would read many."""
+    for texts in (
+        [f"item-{row}" for row in range(20_000)],
+        [f"{row:010d}" for row in range(20_000)],
+        [f"B{row * 97:08X}" for row in range(20_000)],
+    ):
+        assert np.diff(StringIndex.of(Strings.of(texts)).starts).max() <= 20
