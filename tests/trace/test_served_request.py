@@ -78,10 +78,10 @@ def test_one_prefill_one_pass_a_level_and_one_batch(answered):
     _, recorder = answered
     assert recorder.count("engine/runner.py", "run") == 1
     assert recorder.count("engine/search.py", "search") == 1
-    assert recorder.count("engine/search.py", "_prefill") == 1
+    assert recorder.count("engine/search.py", "prefill") == 1
     assert recorder.count("engine/search.py", "_pass") == DEPTH - 1
     assert recorder.count("models/qwen3.py", "forward") == DEPTH * (1 + LAYERS), "the model and its layers"
-    assert recorder.count("attention/sdpa.py", "run") == DEPTH * LAYERS
+    assert recorder.count("attention/sdpa.py", "run_written") == DEPTH * LAYERS
     assert recorder.count("layers/head.py", "__call__") == DEPTH
     assert recorder.count("hardware/backends/cpu/runtime.py", "to_host") <= 2, "the scores and the leaves"
 

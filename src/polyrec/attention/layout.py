@@ -23,4 +23,4 @@ def packed_layout(
     to_device: a runtime's copy to its device.
     """
     of_row = None if branch is None else to_device(branch)
-    return PackedLayout(to_device(lengths), int(lengths.max()), int(lengths.sum()), of_row)
+    return PackedLayout(to_device(lengths), int(lengths.max()), int(lengths.sum()), of_row, host_lengths=lengths)

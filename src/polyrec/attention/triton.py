@@ -168,12 +168,13 @@ class BeamPlan(AttentionPlan):
 
 
 def spans_of(layout: PackedLayout, query_rows: int) -> tuple[int, Tensor]:
-    """-> (most spans any prompt of this shape has, int32 [R] tokens of a request's span).
+    """-> (most spans that any prompt of this layout may have, int32 [R] tokens of a request's span, from its own length).
 
     Few query rows leave most of the device idle unless their prompt is cut; many fill it, and each span would only add
     traffic for its partial results.
     """
-    longest = layout.longest
-    size = 256 if query_rows <= 128 else 512 if query_rows <= 256 else 1024 if query_rows < QUERY_ROWS else 1 << 30
-    size = max(size, -(-longest // MAX_SPANS))
-    return max(1, -(-longest // size)), torch.full_like(layout.lengths, min(size, 1 << 30), dtype=torch.int32)
+    if query_rows >= QUERY_ROWS:
+        return 1, layout.lengths.clamp_min(1).int()
+    size = 256 if query_rows <= 128 else 512 if query_rows <= 256 else 1024
+    spans = ((layout.lengths + (MAX_SPANS - 1)) // MAX_SPANS).clamp_min(size).int()
+    return max(1, min(MAX_SPANS, -(-layout.longest // size))), spans

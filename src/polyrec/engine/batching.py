@@ -9,9 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.layout import packed_layout
-from ..hardware.base.attention import PackedLayout
-from ..hardware.base.runtime import Runtime
 from ..hardware.ops.search import NodeFilter
 from ..sid.trie import Trie, dead_nodes, live_nodes
 
@@ -38,38 +35,35 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """token_ids, positions: int64 [T] packed prompts. lengths: int64 [R]. last: int64 [R] each prompt's last token.
-    layout: their padded places. widths: int64 [R]; width: the largest."""
+    """One batch, on the host. token_ids, positions: int64 [T] packed prompts. lengths: int64 [R]. last: int64 [R] each prompt's
+    last token. widths: int64 [R]; width: the largest."""
 
     token_ids: Tensor
     positions: Tensor
     lengths: Tensor
     last: Tensor
-    layout: PackedLayout
     widths: Tensor
     width: int
     node_filter: NodeFilter | None
 
 
-def make_batch(requests: Sequence[SearchRequest], trie: Trie, runtime: Runtime) -> Batch:
-    """Packs prompts, widths and filters, and puts them on the device."""
-    lengths = torch.tensor([len(request.prompt) for request in requests])
-    layout = packed_layout(lengths, to_device=runtime.to_device)
+def make_batch(requests: Sequence[SearchRequest], trie: Trie) -> Batch:
+    """Packs prompts, widths and filters."""
+    lengths = np.array([len(request.prompt) for request in requests])
+    ends = np.cumsum(lengths)
     widths = torch.tensor([request.beam_width for request in requests])
-    move = runtime.to_device
     return Batch(
-        token_ids=move(torch.from_numpy(np.concatenate([request.prompt for request in requests]))),
-        positions=move(torch.cat([torch.arange(length) for length in lengths.tolist()])),
-        lengths=layout.lengths,
-        last=move(torch.cumsum(lengths, 0) - 1),
-        layout=layout,
-        widths=move(widths),
+        token_ids=torch.from_numpy(np.concatenate([request.prompt for request in requests])),
+        positions=torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
+        lengths=torch.from_numpy(lengths),
+        last=torch.from_numpy(ends - 1),
+        widths=widths,
         width=int(widths.max()),
-        node_filter=make_filter(requests, trie, runtime),
+        node_filter=make_filter(requests, trie),
     )
 
 
-def make_filter(requests: Sequence[SearchRequest], trie: Trie, runtime: Runtime) -> NodeFilter | None:
+def make_filter(requests: Sequence[SearchRequest], trie: Trie) -> NodeFilter | None:
     """Each request's dead or live nodes as sorted keys; None when no request filters anything."""
     keys, allow = [], []
     for index, request in enumerate(requests):
@@ -86,11 +80,7 @@ def make_filter(requests: Sequence[SearchRequest], trie: Trie, runtime: Runtime)
         keys.append(np.concatenate(levels) + index * trie.num_nodes)
     if not keys:
         return None
-    return NodeFilter(
-        keys=runtime.to_device(torch.from_numpy(np.concatenate(keys))),
-        allow=runtime.to_device(torch.tensor(allow)),
-        stride=trie.num_nodes,
-    )
+    return NodeFilter(keys=torch.from_numpy(np.concatenate(keys)), allow=torch.tensor(allow), stride=trie.num_nodes)
 
 
 def split_results(requests: Sequence[SearchRequest], scores: Tensor, nodes: Tensor, trie: Trie) -> list[SearchResult]:

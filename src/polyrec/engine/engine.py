@@ -7,25 +7,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from torch import Tensor
+
 from ..core.config import Settings
 from ..core.errors import CheckpointError
 from ..core.request import ScoreRule
 from ..hardware.base.backend import HardwareBackend
+from ..hardware.base.runtime import Event
 from ..layers.head import RestrictedHead
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
 from .batching import SearchRequest, SearchResult, make_batch, split_results
-from .runner import Runner
+from .graphs import GraphSizes
+from .runner import make_runner
 from .scheduler import BatchLimits, plan_batch
 from .search import Searcher
 
 
 class EngineConfig(Settings):
-    """score_rule: DESIGN section 4. limits: how large a batch may grow."""
+    """score_rule: DESIGN section 4. limits: how large a batch may grow. graphs: what is recorded on platforms that record;
+    None: every batch is launched operation by operation."""
 
     score_rule: ScoreRule = "level"
     limits: BatchLimits = BatchLimits()
+    graphs: GraphSizes | None = GraphSizes()
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,16 @@ class Waiting:
 
     request: SearchRequest
     done: Callable[[SearchResult], None]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A batch that the device works on. scores, nodes: host tensors [R, W], complete once `finished` is passed."""
+
+    chosen: list[Waiting]
+    scores: Tensor
+    nodes: Tensor
+    finished: Event
 
 
 class Engine:
@@ -55,29 +71,45 @@ class Engine:
             (start, start + size) for start, size in zip(layout.level_starts, layout.codebook_sizes, strict=True)
         )
         head = RestrictedHead(model.head_weight.detach(), rows, config.score_rule, backend.ops)
-        self._runner = Runner(Searcher(model, layout, trie, head, backend), backend)
+        self._runner = make_runner(Searcher(model, layout, trie, head, backend), backend, self._graph_sizes(model))
+        # Elsewhere a second batch would only make the first one's answers wait.
+        self._overlaps = backend.capabilities.async_copies
         self._waiting: deque[Waiting] = deque()
+        self._in_flight: InFlight | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_replays(self) -> int:
+        """Recorded graphs that were replayed."""
+        return self._runner.num_replays
+
+    def record_graphs(self, on_progress: Callable[[str], None] | None = None) -> None:
+        """Records all graphs, where the platform records them, so that no request waits for one; tells what it has done."""
+        self._runner.record_all(on_progress)
 
     def submit(self, request: SearchRequest, done: Callable[[SearchResult], None]) -> None:
         """Queues a request; `done` is called by the `step` that finishes it."""
         self._waiting.append(Waiting(request, done))
 
     def step(self) -> int:
-        """Serves one batch: plan, batch, search, one copy to the host, answers. Returns how many were served."""
-        chosen = self._next_batch()
-        if not chosen:
+        """Launches what waits, then answers the batch before it. Returns how many requests were answered; 0: none is left.
+
+        While the device works on one batch, the host prepares the next.
+        """
+        current = self._in_flight or self._launch()
+        if current is None:
             return 0
-        requests = [waiting.request for waiting in chosen]
-        batch = make_batch(requests, self.trie, self._runtime)
-        beams = self._runner.run(batch)
-        scores, nodes = self._runtime.to_host(beams.score), self._runtime.to_host(beams.node)
-        for waiting, result in zip(chosen, split_results(requests, scores, nodes, self.trie), strict=True):
+        self._in_flight = self._launch() if self._overlaps else None
+        current.finished.synchronize()
+        results = split_results(
+            [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
+        )
+        for waiting, result in zip(current.chosen, results, strict=True):
             waiting.done(result)
-        return len(chosen)
+        return len(current.chosen)
 
     def run(
         self, requests: Sequence[SearchRequest], on_progress: Callable[[int], None] | None = None
@@ -95,8 +127,32 @@ class Engine:
         return [results[index] for index in range(len(requests))]
 
     def forget_waiting(self) -> None:
-        """Drops the requests that wait; their `done` is never called."""
+        """Drops the requests that wait or are in flight; their `done` is never called."""
         self._waiting.clear()
+        self._in_flight = None
+
+    def _launch(self) -> InFlight | None:
+        """Plan, batch, prefill and search, and the one copy to the host: all of it queued, none of it waited for."""
+        chosen = self._next_batch()
+        if not chosen:
+            return None
+        beams = self._runner.run(make_batch([waiting.request for waiting in chosen], self.trie))
+        scores, _ = self._runtime.to_host_async(beams.score)
+        nodes, finished = self._runtime.to_host_async(beams.node)
+        return InFlight(chosen, scores, nodes, finished)
+
+    def _graph_sizes(self, model: Decoder) -> GraphSizes | None:
+        """The configured sizes within the engine's limits: the pool takes the longest batch, and any single prompt."""
+        sizes, limits = self.config.graphs, self.config.limits
+        if sizes is None:
+            return None
+        return sizes.model_copy(
+            update={
+                "requests": tuple(count for count in sizes.requests if count <= limits.max_requests) or (1,),
+                "max_tokens": max(limits.max_tokens, model.config.max_position_embeddings),
+                "max_rows": min(sizes.max_rows, limits.max_beams),
+            }
+        )
 
     def _next_batch(self) -> list[Waiting]:
         queue = list(islice(self._waiting, self.config.limits.max_requests))

@@ -1,43 +1,81 @@
-"""Runs batches through captured graphs. On the CPU a graph calls its function, so this path is the same everywhere."""
+"""Runs batches: prefill and search, through captured graphs where the platform records them and the attention can be recorded.
+
+On the CPU a graph calls its function, so a batch takes the same path there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
+from ..attention.layout import packed_layout
 from ..hardware.base.backend import HardwareBackend
-from ..hardware.ops.search import Beams
+from ..hardware.ops.search import Beams, NodeFilter
 from ..hardware.table import report_never_called
 from .batching import Batch
-from .search import Searcher
+from .graphs import GraphRunner, GraphSizes
+from .search import Prompts, Searcher, SearchInputs
 
 
-class Runner:
-    """Captures the search once and replays it for each batch, which it leaves where the captured function reads it."""
+class Runner(Protocol):
+    """num_batches, num_replays: batches run, and graphs replayed for them."""
+
+    num_batches: int
+    num_replays: int
+
+    def run(self, batch: Batch) -> Beams:
+        """The finished beams of one batch, on the device: [R, W]."""
+        ...
+
+    def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
+        """Records whatever can be recorded before the first batch."""
+        ...
+
+
+def make_runner(searcher: Searcher, backend: HardwareBackend, sizes: GraphSizes | None) -> Runner:
+    """sizes None: without recorded graphs."""
+    if sizes is not None and backend.capabilities.captures and searcher.attention.capturable:
+        return GraphRunner(searcher, backend, sizes, DirectRunner(searcher, backend))
+    return DirectRunner(searcher, backend)
+
+
+class DirectRunner:
+    """Shapes follow each batch. Where graphs only call, the search goes through one."""
 
     def __init__(self, searcher: Searcher, backend: HardwareBackend) -> None:
         self._searcher = searcher
         self._backend = backend
         self._batch: Batch | None = None
-        # The search allocates and takes its shapes from each batch, which a recording cannot follow: where graphs record,
-        # it is called directly.
         self._captured = None if backend.capabilities.captures else backend.graph.capture(self._search)
+        self.num_batches = 0
         self.num_replays = 0
 
     def run(self, batch: Batch) -> Beams:
         """The finished beams of one batch, on the device."""
         self._batch = batch
-        beams = self._replay(batch)
-        self.num_replays += 1
-        if self.num_replays == 1:
+        if self._captured is None:
+            beams = self._search()
+        else:
+            states = {"lengths": batch.lengths}
+            self._searcher.attention.refresh(states)
+            self._captured.update(states)
+            beams = self._captured.replay()
+            self.num_replays += 1
+        self.num_batches += 1
+        if self.num_batches == 1:
             report_never_called(self._backend)
         return beams
 
-    def _replay(self, batch: Batch) -> Beams:
-        if self._captured is None:
-            return self._search()
-        states = {"lengths": batch.lengths}
-        self._searcher.attention.refresh(states)
-        self._captured.update(states)
-        return self._captured.replay()
+    def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
+        """Nothing is recorded."""
 
     def _search(self) -> Beams:
-        assert self._batch is not None
-        return self._searcher.search(self._batch)
+        batch, move = self._batch, self._backend.runtime.to_device
+        assert batch is not None
+        self._searcher.pool.reserve(len(batch.token_ids))
+        layout = packed_layout(batch.lengths, to_device=move)
+        prompts = Prompts(move(batch.token_ids), move(batch.positions), move(batch.last), layout)
+        hidden = self._searcher.prefill(prompts)
+        found = batch.node_filter
+        node_filter = None if found is None else NodeFilter(move(found.keys), move(found.allow), found.stride)
+        return self._searcher.search(SearchInputs(hidden, layout, move(batch.widths), batch.width, node_filter))

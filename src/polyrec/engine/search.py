@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ..hardware.base.attention import AttentionPlan
+from ..hardware.base.attention import AttentionPlan, PackedLayout
 from ..hardware.base.backend import HardwareBackend
-from ..hardware.ops.search import Beams, TrieArrays
+from ..hardware.ops.search import Beams, NodeFilter, TrieArrays
 from ..kvcache.pool import KVPool
 from ..layers.head import RestrictedHead
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
-from .batching import Batch
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """token_ids, positions: int64 [T], packed. last: int64 [R], the row of each prompt's last token."""
+
+    token_ids: Tensor
+    positions: Tensor
+    last: Tensor
+    layout: PackedLayout
+
+
+@dataclass(frozen=True)
+class SearchInputs:
+    """hidden: [R, D], the prefill's last state of each prompt. widths: int64 [R], beams of each request; width: at least
+    the largest."""
+
+    hidden: Tensor
+    layout: PackedLayout
+    widths: Tensor
+    width: int
+    node_filter: NodeFilter | None
 
 
 class Searcher:
@@ -32,52 +55,55 @@ class Searcher:
         )
         # A level cannot hold more beams than it has nodes.
         self._level_nodes = [int(trie.level_starts[lv + 1] - trie.level_starts[lv]) for lv in range(1, trie.depth + 1)]
-        weight = model.head_weight
+        self.num_nodes = trie.num_nodes
+        self.head_weight = weight = model.head_weight
         needs = model.attention_needs(weight.dtype)
         self.attention = backend.attention.build(needs, backend.ops)
-        self._pool = KVPool(
+        self.pool = KVPool(
             needs.num_layers, 0, needs.num_kv_heads, needs.head_dim, dtype=weight.dtype, device=weight.device
         )
 
     @torch.inference_mode()
-    def search(self, batch: Batch) -> Beams:
-        """-> the last level's beams, best first; node is a leaf."""
-        hidden = self._prefill(batch)
-        beams = self._first_level(hidden, batch)
+    def prefill(self, prompts: Prompts) -> Tensor:
+        """Last hidden state of each prompt [R, D]; keys and values stay in the pool, which has room for them."""
+        plan = self.attention.packed(prompts.layout, self.pool)
+        return self._model(prompts.token_ids, prompts.positions, plan)[prompts.last]
+
+    @torch.inference_mode()
+    def search(self, inputs: SearchInputs) -> Beams:
+        """-> the last level's beams, best first; node is a leaf. The prompts are those of the last prefill."""
+        hidden, requests = inputs.hidden, len(inputs.hidden)
+        beams = self._first_level(hidden, inputs)
         if self._layout.depth == 1:
             return beams
-        requests = len(batch.lengths)
         # Of the S − 1 passes, all but the last have their keys and values read later.
-        attention = self.attention.search(batch.layout, self._pool, width=batch.width, num_kept=self._layout.depth - 2)
+        num_kept = self._layout.depth - 2
+        attention = self.attention.search(inputs.layout, self.pool, width=inputs.width, num_kept=num_kept)
         ancestors = torch.zeros((beams.node.numel(), 0), dtype=torch.int64, device=hidden.device)
         for level in range(1, self._layout.depth):
             last = level == self._layout.depth - 1
-            hidden = self._pass(beams, batch, level, attention.step(ancestors, last=last))
-            beams = self._step(hidden, level, beams, batch)
+            hidden = self._pass(beams, inputs, level, attention.step(ancestors, last=last))
+            beams = self._step(hidden, level, beams, inputs)
             ancestors = follow(ancestors, beams.parent, hidden.shape[0] // requests)
         return beams
 
-    def _prefill(self, batch: Batch) -> Tensor:
-        """Last hidden state of each prompt [R, D]; keys and values stay in the pool."""
-        self._pool.reserve(len(batch.token_ids))
-        plan = self.attention.packed(batch.layout, self._pool)
-        return self._model(batch.token_ids, batch.positions, plan)[batch.last]
-
-    def _first_level(self, hidden: Tensor, batch: Batch) -> Beams:
+    def _first_level(self, hidden: Tensor, inputs: SearchInputs) -> Beams:
         root = torch.zeros((len(hidden), 1), dtype=torch.int64, device=hidden.device)
         beams = Beams(torch.zeros((len(hidden), 1), device=hidden.device), root, root)
-        return self._step(hidden, 0, beams, batch)
+        return self._step(hidden, 0, beams, inputs)
 
-    def _pass(self, beams: Beams, batch: Batch, level: int, plan: AttentionPlan) -> Tensor:
+    def _pass(self, beams: Beams, inputs: SearchInputs, level: int, plan: AttentionPlan) -> Tensor:
         """Runs the tokens that level `level` took -> hidden [R · W, D]."""
         tokens = self._layout.level_starts[level - 1] + self._trie.code[beams.node].clamp_min(0)
-        positions = (batch.lengths + level - 1)[:, None].expand_as(tokens)
+        positions = (inputs.layout.lengths + level - 1)[:, None].expand_as(tokens)
         return self._model(tokens.reshape(-1), positions.reshape(-1), plan)
 
-    def _step(self, hidden: Tensor, level: int, beams: Beams, batch: Batch) -> Beams:
+    def _step(self, hidden: Tensor, level: int, beams: Beams, inputs: SearchInputs) -> Beams:
         logits, normalizer = self._head(hidden.view(*beams.node.shape, -1), level)
-        width = min(batch.width, self._level_nodes[level])
-        return self._ops.search.beam_step(logits, normalizer, beams, self._trie, batch.node_filter, batch.widths, width)
+        width = min(inputs.width, self._level_nodes[level])
+        return self._ops.search.beam_step(
+            logits, normalizer, beams, self._trie, inputs.node_filter, inputs.widths, width
+        )
 
 
 def follow(ancestors: Tensor, parent: Tensor, old_width: int) -> Tensor:

@@ -68,13 +68,15 @@ class PackedLayout:
 
     lengths: int64 [R], zero for a place without a sequence. longest: at least the longest one. branch: int64 [T], 0 for a
     sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no branches. A captured graph keeps
-    longest and num_tokens, and reads lengths anew.
+    longest and num_tokens, and reads lengths anew. host_lengths: the same lengths on the host, all rows theirs; None: only the
+    device knows them.
     """
 
     lengths: Tensor
     longest: int
     num_tokens: int
     branch: Tensor | None = None
+    host_lengths: Tensor | None = None
 
     @cached_property
     def starts(self) -> Tensor:
