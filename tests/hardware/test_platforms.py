@@ -108,6 +108,80 @@ def test_a_process_has_one_backend():
     assert "elsewhere" in found["text"]
 
 
+def test_the_same_hardware_in_other_words_is_no_change():
+    found = run(
+        """
+        import json
+        from polyrec.core.errors import HardwareError
+        from polyrec.hardware import HardwareConfig, get_hardware_backend
+        first = get_hardware_backend(HardwareConfig(device="cpu"))
+        ways = [{}, {"hardware_platform": "cpu"}, {"device": "cpu:0"}, {"hardware_platform": "cpu", "device": "cpu"},
+                {"allow_cpu": True}]
+        same = [get_hardware_backend(HardwareConfig(**way)) is first for way in ways]
+        refused = []
+        for way in ({"device": "cpu:1"}, {"device": "cuda"}, {"device": "cpu", "fallback": "strict"}):
+            try:
+                get_hardware_backend(HardwareConfig(**way))
+            except HardwareError as error:
+                refused.append([error.code, error.message])
+        print(json.dumps({"same": same, "refused": refused}))
+        """
+    )
+    assert found["same"] == [True] * 5
+    assert [code for code, _ in found["refused"]] == ["hardware_chosen_already"] * 3
+    device, other, strict = (message for _, message in found["refused"])
+    assert "device='cpu:0'" in device
+    assert "device='cpu:1'" in device
+    assert "device='cuda'" in other
+    assert "fallback='strict'" in strict
+    assert "device" not in strict, "what does not differ is not told"
+
+
+def test_a_platform_that_cannot_be_built_says_so_and_keeps_the_cause():
+    found = run(
+        """
+        import json, sys, types
+        from polyrec.core.errors import HardwareError
+        from polyrec.hardware import HardwareBackend, HardwareConfig, get_hardware_backend, register_platform
+        from polyrec.hardware.backends.cpu import CpuBackend
+        from polyrec.hardware.backends.cpu.runtime import CpuRuntime
+
+        class Busy(CpuRuntime):
+            def select(self, index):
+                raise RuntimeError("the device is held by another process")
+
+        class BusyBackend(CpuBackend):
+            platform_name = "busy"
+            def __init__(self):
+                super().__init__(runtime=Busy())
+
+        class NeedsArguments(CpuBackend):
+            platform_name = "needs"
+            def __init__(self, runtime):
+                super().__init__(runtime=runtime)
+
+        sys.modules["some_platforms"] = module = types.ModuleType("some_platforms")
+        module.BusyBackend, module.NeedsArguments = BusyBackend, NeedsArguments
+        register_platform("busy", "some_platforms:BusyBackend")
+        register_platform("needs", "some_platforms:NeedsArguments")
+        found = []
+        for name in ("busy", "needs"):
+            try:
+                get_hardware_backend(HardwareConfig(hardware_platform=name))
+            except HardwareError as error:
+                found.append([error.code, error.message, type(error.__cause__).__name__])
+        works = get_hardware_backend(HardwareConfig(hardware_platform="cpu")).platform_name
+        print(json.dumps({"found": found, "works_after": works}))
+        """
+    )
+    (busy, busy_text, busy_cause), (needs, needs_text, needs_cause) = found["found"]
+    assert busy == needs == "platform_build_failed"
+    assert "held by another process" in busy_text
+    assert "runtime" in needs_text
+    assert (busy_cause, needs_cause) == ("RuntimeError", "TypeError")
+    assert found["works_after"] == "cpu"
+
+
 def test_a_process_that_trains_may_recommend_but_not_the_other_way_round():
     found = run(
         """

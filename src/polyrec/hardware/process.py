@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.config import make_settings
-from ..core.errors import HardwareError
+from ..core.errors import HardwareError, PolyrecError
 from .attention_choice import AttentionChoice
 from .base.backend import HardwareBackend
 from .base.config import AUTO, HardwareConfig
-from .choose import choose_platform
+from .choose import Choice, choose_platform, parse_device
 from .plugin.common import Plugins, configure_plugins
 from .plugin.declare import API_VERSION
 from .plugin.ops import verify_ops
@@ -73,32 +73,40 @@ def get_hardware_backend(config: HardwareConfig | None = None, *, plan: Hardware
             _chosen.append((config, backend))
             return backend
         earlier, backend = _chosen[0]
-    if config is not None and earlier.purpose == "train":  # what trains also recommends
-        config = config.model_copy(update={"purpose": "train"})
-    if config is not None and _settled(config, backend) != _settled(earlier, backend):
-        differing = [name for name in type(config).model_fields if getattr(config, name) != getattr(earlier, name)]
-        raise HardwareError(
-            "hardware_chosen_already",
-            "This process already runs with "
-            + ", ".join(f"{name}={getattr(earlier, name)!r}" for name in differing)
-            + ", and cannot change to "
-            + ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
-            + ".",
-            "Start another process for other hardware settings.",
-        )
+    if config is not None:
+        _refuse_other(config, earlier, backend)
     if plan is not None:
         check_plan(backend, plan)
     return backend
 
 
 def build_hardware_backend(config: HardwareConfig) -> HardwareBackend:
-    """Chooses a platform, loads plugins, builds and verifies. Pure: whatever the process has chosen is left as it is."""
+    """Chooses a platform, loads plugins, builds and verifies. Pure: whatever the process has chosen is left as it is.
+
+    Errors: those of `choose_platform`, `configure_plugins`, `resolve` and `verify_ops`; `platform_build_failed`.
+    """
     refuse_while_loading("build_hardware_backend")
     choice = choose_platform(config)
     plugins = configure_plugins(config, choice.cls.platform_name)
-    backend: HardwareBackend = choice.cls()  # type: ignore[call-arg]  # a platform's own constructor needs no arguments
-    backend.runtime.select(choice.index)
+    backend = _construct(choice)
     _assemble(backend, plugins, config)
+    return backend
+
+
+def _construct(choice: Choice) -> HardwareBackend:
+    """The platform on its device; its probe said yes, so what is raised now is told as the platform's."""
+    try:
+        backend: HardwareBackend = choice.cls()  # type: ignore[call-arg]  # its own constructor needs no arguments
+        backend.runtime.select(choice.index)
+    except PolyrecError:
+        raise
+    except Exception as error:
+        raise HardwareError(
+            "platform_build_failed",
+            f"Platform '{choice.cls.platform_name}' is usable by its probe, and building it on device {choice.index} raised "
+            f"{type(error).__name__}: {error}.",
+            "See whether another process holds the device and whether torch fits its driver, or choose another platform.",
+        ) from error
     return backend
 
 
@@ -168,8 +176,36 @@ def _assemble(backend: HardwareBackend, plugins: Plugins, config: HardwareConfig
     backend.table, backend.ops, backend.attention = table, table.ops, attention
 
 
+def _refuse_other(config: HardwareConfig, earlier: HardwareConfig, backend: HardwareBackend) -> None:
+    """`hardware_chosen_already`, with the settings that differ, where they ask for other hardware than there is."""
+    if earlier.purpose == "train":  # what trains also recommends
+        config = config.model_copy(update={"purpose": "train"})
+    asked, has = _settled(config, backend), _settled(earlier, backend)
+    differing = [name for name in type(config).model_fields if getattr(asked, name) != getattr(has, name)]
+    if differing:
+        raise HardwareError(
+            "hardware_chosen_already",
+            "This process already runs with "
+            + ", ".join(f"{name}={getattr(has, name)!r}" for name in differing)
+            + ", and cannot change to "
+            + ", ".join(f"{name}={getattr(asked, name)!r}" for name in differing)
+            + ".",
+            "Start another process for other hardware settings.",
+        )
+
+
 def _settled(config: HardwareConfig, backend: HardwareBackend) -> HardwareConfig:
-    """The config with its platform and device as they came out: `auto` on a CPU and `cpu` are the same."""
-    auto = config.hardware_platform == AUTO and config.device is None
-    platform = backend.platform_name if auto else config.hardware_platform
-    return config.model_copy(update={"hardware_platform": platform, "allow_cpu": False})
+    """The config as it came out: `auto` on a CPU, `cpu` and `--device cpu:0` are the same, as are plugins in another order."""
+    kind, index = parse_device(config.device)
+    own = kind in (None, backend.platform_name, backend.device_type)
+    return config.model_copy(
+        update={
+            "hardware_platform": backend.platform_name
+            if config.hardware_platform == AUTO
+            else config.hardware_platform,
+            "device": f"{backend.device_type}:{index}" if own else config.device,
+            "allow_cpu": False,
+            "extra_ops": tuple(sorted(config.extra_ops)),
+            "extra_att": tuple(sorted(config.extra_att)),
+        }
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -38,8 +39,12 @@ class HardwareConfig(Settings):
     @field_validator("extra_ops", "extra_att", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        """`a,b` as well as a list."""
-        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+        """`a,b` as well as a list, in which each may hold commas too; each name once."""
+        if isinstance(value, str):
+            value = [value]
+        if not (isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)):
+            return value
+        return tuple(dict.fromkeys(name.strip() for text in value for name in text.split(",") if name.strip()))
 
     @field_validator("op", mode="before")
     @classmethod
@@ -47,6 +52,8 @@ class HardwareConfig(Settings):
         """`group.field=plugin` texts, one or several, as well as a mapping."""
         if isinstance(value, str):
             value = [part for part in value.split(",") if part.strip()]
+        if isinstance(value, Mapping) and all(isinstance(text, str) for pin in value.items() for text in pin):
+            value = [f"{field}={name}" for field, name in value.items()]
         if not isinstance(value, (list, tuple)):
             return value
         pins = [str(text).partition("=") for text in value]
