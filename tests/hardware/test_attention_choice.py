@@ -10,6 +10,7 @@ import torch
 from polyrec.attention.sdpa import SdpaAttention
 from polyrec.core.errors import PolyrecError
 from polyrec.hardware.attention_choice import AttentionChoice, PluginAttention
+from polyrec.hardware.base import registry
 from polyrec.hardware.base.attention import AttentionNeeds, AttentionSupport
 from polyrec.hardware.base.registry import register_attention
 from polyrec.hardware.ops import REFERENCE_OPS
@@ -80,6 +81,33 @@ def test_a_name_is_obeyed():
     assert choice("own", own=attention(), other=attention()).select(NEEDS) == "own"
 
 
+def test_auto_passes_over_what_needs_a_package_that_is_not_installed_and_a_name_is_refused(
+    monkeypatch, tmp_path, caplog
+):
+    (tmp_path / "polyrec_test_needy.py").write_text("import polyrec_test_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry._ATTENTION, "_paths", dict(registry._ATTENTION._paths))
+    register_attention("needy", "polyrec_test_needy:Needy")
+    first = AttentionChoice("auto", "cpu", ("needy", "sdpa"), {})
+    assert first.select(NEEDS) == "sdpa"
+    assert caplog.records == []
+    alone = AttentionChoice("auto", "cpu", ("needy",), {})
+    assert "without the package 'polyrec_test_not_installed'" in refused(
+        lambda: alone.select(NEEDS), "attention_unsupported"
+    )
+    named = AttentionChoice("needy", "cpu", ("needy", "sdpa"), {})
+    assert "polyrec_test_not_installed" in refused(lambda: named.select(NEEDS), "attention_import_failed")
+
+
+def test_auto_does_not_pass_over_what_fails_to_import_otherwise(monkeypatch, tmp_path):
+    (tmp_path / "polyrec_test_broken.py").write_text("raise OSError('a library of another version')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry._ATTENTION, "_paths", dict(registry._ATTENTION._paths))
+    register_attention("broken", "polyrec_test_broken:Broken")
+    first = AttentionChoice("auto", "cpu", ("broken", "sdpa"), {})
+    assert "of another version" in refused(lambda: first.select(NEEDS), "attention_import_failed")
+
+
 def test_two_plugins_need_a_name():
     ambiguous = choice(one=attention(), two=attention())
     text = refused(ambiguous.check, "attention_ambiguous")
@@ -115,8 +143,6 @@ def test_a_class_of_another_kind_is_refused():
 
 
 def test_a_registered_backend_that_does_not_import_stops_no_other(monkeypatch):
-    from polyrec.hardware.base import registry
-
     monkeypatch.setattr(registry._ATTENTION, "_paths", dict(registry._ATTENTION._paths))
     register_attention("broken", "polyrec.attention.no_such_module:Nothing")
     assert "broken" in choice().names()

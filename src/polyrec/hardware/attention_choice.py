@@ -91,8 +91,15 @@ class AttentionChoice:
         )
 
     def _lacks(self, name: str, needs: AttentionNeeds) -> list[str]:
-        """What a candidate cannot do; a platform that lists it in its order says that it runs there."""
-        return self.load(name).support.lacks(needs, None if name in self.order else self.platform)
+        """What a candidate cannot do; a platform that lists it in its order says that it runs there, given its package."""
+        try:
+            support = self.load(name).support
+        except PolyrecError as error:
+            missing = error.__cause__
+            if self.asked == AUTO and name in self.order and isinstance(missing, ModuleNotFoundError):
+                return [f"anything without the package '{missing.name}'"]
+            raise
+        return support.lacks(needs, None if name in self.order else self.platform)
 
     def _could(self, name: str, needs: AttentionNeeds) -> bool:
         """Whether a backend that nobody asked for would do; one that cannot be loaded would not."""
