@@ -42,9 +42,19 @@ def test_angles_equal_transformers_and_stay_fp32():
     assert not ours.state_dict()  # follows from the config, so it is not saved
 
 
-def test_angles_of_a_model_cast_to_half_are_fp32():
-    cos, sin = RotaryAngles(8, 1e4).to(torch.bfloat16)(torch.arange(3))
-    assert cos.dtype == sin.dtype == torch.float32
+def test_angles_of_a_model_cast_to_half_stay_exact():
+    positions = torch.tensor([3, 2000])
+    for cast in (RotaryAngles(64, 1e6).to(torch.bfloat16), RotaryAngles(64, 1e6).half()):
+        for found, expected in zip(cast(positions), RotaryAngles(64, 1e6)(positions), strict=True):
+            assert found.dtype == torch.float32
+            assert torch.equal(found, expected)
+
+
+def test_angles_of_a_model_built_on_no_device_are_there_once_it_has_one():
+    with torch.device("meta"):
+        angles = RotaryAngles(64, 1e6)
+    found = angles.to_empty(device="cpu")(torch.arange(5))
+    assert torch.equal(found[0], RotaryAngles(64, 1e6)(torch.arange(5))[0])
 
 
 @pytest.mark.parametrize("bias", [False, True])

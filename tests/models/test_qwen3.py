@@ -95,7 +95,6 @@ def test_transformers_loads_what_we_save(tied, tmp_path):
     [
         {"use_sliding_window": True},
         {"hidden_act": "gelu"},
-        {"quantization_config": {"quant_method": "fp8"}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},  # as older configs spell it
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},

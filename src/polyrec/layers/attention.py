@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from ..hardware.base.attention import AttentionPlan
 from ..hardware.ops import PlatformOps
-from .linear import Linear
+from .choices import LayerChoices, decomposed
+from .linear import QuantizedRows, make_linear
 
 
 class Attention(nn.Module):
-    """x [T, D] -> [T, D]: grouped-query attention with normalised queries and keys (Qwen3).
+    """x [T, D], or its quantised rows -> [T, D]: grouped-query attention with normalised queries and keys (Qwen3).
 
     layer: its number, which the plan asks for. angles (in `forward`): cos and sin fp32 [T, head_dim / 2].
     """
@@ -27,20 +28,25 @@ class Attention(nn.Module):
         eps: float,
         bias: bool,
         ops: PlatformOps,
+        choices: LayerChoices | None = None,
     ) -> None:
         super().__init__()
+        choices = choices or LayerChoices()
         self.layer = layer
         self.head_dim = head_dim
         self.eps = eps
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        self.qkv_proj = Linear(hidden_size, sizes, bias=bias, ops=ops.linear)
-        self.q_norm = HeadNorm(head_dim)
-        self.k_norm = HeadNorm(head_dim)
-        self.o_proj = Linear(num_heads * head_dim, (hidden_size,), bias=bias, ops=ops.linear)
-        self._qk_norm_rotary = ops.rope.qk_norm_rotary
-        self._qk_norm_rotary_store = ops.rope.qk_norm_rotary_store
+        self.qkv_proj = make_linear(hidden_size, sizes, bias=bias, ops=ops.linear, choices=choices)
+        self.q_norm = HeadNorm(head_dim, choices.dtype)
+        self.k_norm = HeadNorm(head_dim, choices.dtype)
+        self.o_proj = make_linear(sizes[0], (hidden_size,), bias=bias, ops=ops.linear, choices=choices)
+        fused = choices.fused_qk_rope_kv
+        self._qk_norm_rotary = ops.rope.qk_norm_rotary if fused else decomposed(ops, "rope.qk_norm_rotary")
+        self._qk_norm_rotary_store = (
+            ops.rope.qk_norm_rotary_store if fused else decomposed(ops, "rope.qk_norm_rotary_store")
+        )
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         parts = self.qkv_proj(x).split(self.qkv_proj.parts, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         norms, target = (self.q_norm.weight, self.k_norm.weight), plan.target(self.layer)
@@ -54,6 +60,6 @@ class Attention(nn.Module):
 class HeadNorm(nn.Module):
     """The weight of a per-head norm; the fused op applies it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))

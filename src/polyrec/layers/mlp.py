@@ -5,17 +5,26 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..hardware.ops import PlatformOps
-from .linear import Linear
+from .choices import LayerChoices
+from .linear import QuantizedRows, make_linear
 
 
 class GatedMLP(nn.Module):
-    """x [T, D] -> [T, D] through I hidden units."""
+    """x [T, D], or its quantised rows -> [T, D] through I hidden units."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, ops: PlatformOps) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, ops: PlatformOps, choices: LayerChoices | None = None
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), bias=False, ops=ops.linear)
-        self.down_proj = Linear(intermediate_size, (hidden_size,), bias=False, ops=ops.linear)
-        self._silu_and_mul = ops.act.silu_and_mul
+        choices = choices or LayerChoices()
+        parts = (intermediate_size, intermediate_size)
+        self.gate_up_proj = make_linear(hidden_size, parts, bias=False, ops=ops.linear, choices=choices)
+        self.down_proj = make_linear(intermediate_size, (hidden_size,), bias=False, ops=ops.linear, choices=choices)
+        self._ops = ops.act
+        self._activate = self._activate_quantized if choices.activations_quantize else self._ops.silu_and_mul
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        return self.down_proj(self._activate(self.gate_up_proj(x)))
+
+    def _activate_quantized(self, x: Tensor) -> QuantizedRows:
+        return QuantizedRows(*self._ops.silu_and_mul_fp8(x))

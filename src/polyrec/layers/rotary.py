@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +16,22 @@ class RotaryAngles(nn.Module):
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        # Not saved: it follows from the config. It stays fp32 whatever dtype the model is cast to.
-        self.register_buffer("inverse_frequency", 1.0 / theta**exponent, persistent=False)
+        self._head_dim = head_dim
+        self._theta = theta
+        self.register_buffer("inverse_frequency", self._computed(), persistent=False)
+
+    def _computed(self) -> Tensor:
+        """On the host, also where the model is built on another device or on none: it follows from the config alone."""
+        exponent = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device="cpu") / self._head_dim
+        return 1.0 / self._theta**exponent
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves with the model, and stays fp32 and exact whatever dtype the model is cast to: in bf16 a position of 2,000
+        would be off by whole radians."""
+        super()._apply(fn, recurse)
+        self.inverse_frequency = self._computed().to(self.inverse_frequency.device)
+        return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angle = positions[:, None].float() * self.inverse_frequency.float()
+        angle = positions[:, None].float() * self.inverse_frequency
         return angle.cos(), angle.sin()

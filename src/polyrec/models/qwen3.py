@@ -6,6 +6,7 @@ Fused QKV and gate_up products, per-head norms on queries and keys, rotary posit
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..core.errors import CheckpointError
 from ..hardware.base.attention import AttentionPlan
 from ..hardware.ops import PlatformOps
 from ..layers.attention import Attention
+from ..layers.choices import LayerChoices
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryAngles
@@ -42,7 +44,6 @@ def read_config(values: dict[str, Any]) -> Qwen3Config:
         # `type` is how configs up to 2024 spell it; transformers still reads both.
         "rope type": (rope.get("rope_type") or rope.get("type") or "default") != "default",
         "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "quantization_config": values.get("quantization_config") is not None,
     }
     if any(refused.values()):
         names = ", ".join(name for name, given in refused.items() if given)
@@ -75,9 +76,17 @@ def write_config(config: Qwen3Config) -> dict[str, Any]:
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind the norm that also adds to the residual stream."""
 
-    def __init__(self, config: Qwen3Config, layer: int, ops: PlatformOps) -> None:
+    def __init__(self, config: Qwen3Config, layer: int, ops: PlatformOps, choices: LayerChoices) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)
+        norm = functools.partial(
+            RMSNorm,
+            config.hidden_size,
+            config.rms_norm_eps,
+            ops.norm,
+            quantized=choices.norms_quantize,
+            dtype=choices.dtype,
+        )
+        self.input_layernorm = norm()
         self.self_attn = Attention(
             layer,
             config.hidden_size,
@@ -87,32 +96,36 @@ class DecoderLayer(nn.Module):
             eps=config.rms_norm_eps,
             bias=config.attention_bias,
             ops=ops,
+            choices=choices,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops=ops)
+        self.post_attention_layernorm = norm()
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops=ops, choices=choices)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, angles, plan)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        normed, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(normed, angles, plan)
+        normed, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(normed), residual
 
 
 class Qwen3(Decoder):
     """Token ids -> last hidden states; `head_weight` turns those into logits (tied to the embedding or not)."""
 
-    def __init__(self, config: Qwen3Config, ops: PlatformOps) -> None:
+    def __init__(self, config: Qwen3Config, ops: PlatformOps, choices: LayerChoices | None = None) -> None:
         super().__init__()
+        choices = choices or LayerChoices()
+        size, dtype = config.hidden_size, choices.dtype
         self.config: Qwen3Config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, ops) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops.norm)
-        self.rotary = RotaryAngles(config.head_dim, config.rope_theta)
-        self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, ops, choices) for layer in range(config.num_hidden_layers)
         )
+        self.norm = RMSNorm(size, config.rms_norm_eps, ops.norm, dtype=dtype)
+        self.rotary = RotaryAngles(config.head_dim, config.rope_theta)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else nn.Linear(size, config.vocab_size, bias=False, dtype=dtype)
 
     @property
     def head_weight(self) -> Tensor:
@@ -132,8 +145,8 @@ class Qwen3(Decoder):
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=self.config.initializer_range, generator=generator)
-            elif name.endswith("bias"):
-                nn.init.zeros_(weight)
+            else:
+                nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
 
 
 SPEC = ModelSpec(

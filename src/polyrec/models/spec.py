@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.config import Settings
 from ..hardware.base.attention import AttentionNeeds, AttentionPlan
 from ..hardware.ops import PlatformOps
+from ..layers.choices import LayerChoices
 
 
 class DecoderConfig(Settings):
@@ -63,9 +64,12 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """merged: our merged projection -> Hugging Face's projections in the order they are concatenated."""
+    """build: config, operations, what is settled for the layers -> the model, its weights not yet filled.
 
-    build: Callable[[Any, PlatformOps], Decoder]
+    merged: our merged projection -> Hugging Face's projections in the order they are concatenated.
+    """
+
+    build: Callable[[Any, PlatformOps, LayerChoices], Decoder]
     read_config: Callable[[dict[str, Any]], DecoderConfig]
     write_config: Callable[[Any], dict[str, Any]]
     merged: Mapping[str, tuple[str, ...]]

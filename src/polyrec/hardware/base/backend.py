@@ -36,6 +36,7 @@ class HardwareBackend:
 
     platform_name equals the name it is registered under; device_type is what torch calls its devices. remark: what a user
     should know wherever the platform is listed. attention_order: built-in attention backends, the preferred one first.
+    half_by_default: whether a model stored in half precision runs in it unless told otherwise; else it runs in fp32.
     `get_hardware_backend` sets table (with plugins merged, `ops` is its result) and attention.
     """
 
@@ -43,6 +44,7 @@ class HardwareBackend:
     device_type: ClassVar[str]
     remark: ClassVar[str] = ""
     attention_order: ClassVar[tuple[str, ...]] = ("sdpa",)
+    half_by_default: ClassVar[bool] = True
 
     table: OpTable
     attention: AttentionChoice

@@ -21,6 +21,7 @@ class CpuBackend(HardwareBackend):
 
     platform_name = "cpu"
     device_type = "cpu"
+    half_by_default = False
 
     def __init__(
         self,
