@@ -30,22 +30,38 @@ class Objective:
     def __init__(self, layout: SidLayout, head: Head, backend: HardwareBackend, needs: AttentionNeeds) -> None:
         self._layout = layout
         self._head = head
-        self._cross_entropy = backend.ops.loss.linear_cross_entropy
+        self._cross_entropy = backend.ops.loss.weighted_cross_entropy
         self._move = backend.runtime.to_device
         self._attention = backend.attention.build(needs, backend.ops)
 
     def __call__(self, model: Decoder, batch: PackedBatch) -> Loss:
         hidden = self._forward(model, batch)
-        weight = model.head_weight
-        totals, weights = [], []
-        for level, labels in enumerate(batch.labels):
-            first, size = self._layout.level_starts[level], self._layout.codebook_sizes[level]
-            rows, offset = (weight[first : first + size], 0) if self._head == "level" else (weight, first)
-            index, code, scale = (self._move(torch.from_numpy(x)) for x in (labels.index, labels.code, labels.weight))
-            totals.append((self._cross_entropy(hidden[index], rows, code + offset) * scale).sum())
-            weights.append(scale.sum())
-        total, count = torch.stack(totals), torch.stack(weights)
-        return Loss(total.sum() / count.sum().clamp_min(1e-8), (total / count.clamp_min(1e-8)).detach())
+        index, code, scale = (
+            [self._move(torch.from_numpy(getattr(labels, name))) for labels in batch.labels]
+            for name in ("index", "code", "weight")
+        )
+        sum_up = self._over_levels if self._head == "level" else self._over_vocabulary
+        total, of_levels = sum_up(model.head_weight, hidden, index, code, scale)
+        counts = torch.stack([part.sum() for part in scale])
+        return Loss(total / counts.sum().clamp_min(1e-8), (of_levels / counts.clamp_min(1e-8)).detach())
+
+    def _over_levels(self, weight: Tensor, hidden: Tensor, *labels: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Each level's labels under its own rows of the head -> Σ scale · loss over all, and of each level [S]."""
+        totals = []
+        sizes = zip(self._layout.level_starts, self._layout.codebook_sizes, strict=True)
+        for (first, size), index, code, scale in zip(sizes, *labels, strict=True):
+            total, _ = self._cross_entropy(hidden[index], weight[first : first + size], code, scale)
+            totals.append(total)
+        of_levels = torch.stack(totals)
+        return of_levels.sum(), of_levels
+
+    def _over_vocabulary(self, weight: Tensor, hidden: Tensor, *labels: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """All labels under the whole head in one product -> the same."""
+        index, code, scale = labels
+        tokens = torch.cat([part + first for part, first in zip(code, self._layout.level_starts, strict=True)])
+        total, losses = self._cross_entropy(hidden[torch.cat(index)], weight, tokens, torch.cat(scale))
+        parts = losses.split([len(part) for part in scale])
+        return total, torch.stack([(own * part).sum() for own, part in zip(parts, scale, strict=True)])
 
     def _forward(self, model: Decoder, batch: PackedBatch) -> Tensor:
         branch = torch.from_numpy(batch.branch)

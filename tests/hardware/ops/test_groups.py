@@ -23,7 +23,7 @@ WANTED = {
     "search": "beam_step constrained_topk restricted_log_softmax",
     "sampling": "softmax top_k_mask top_p_mask gumbel_top_k penalize mask",
     "moe": "route permute experts",
-    "loss": "linear_cross_entropy token_logp",
+    "loss": "linear_cross_entropy weighted_cross_entropy token_logp",
 }
 
 

@@ -23,6 +23,7 @@ from .act import act_ops
 from .beams import search_ops
 from .kv import kv_ops
 from .linear import CUDA_LIKE_LINEAR_OPS, linear_ops
+from .loss import loss_ops
 from .norm import norm_ops
 from .rope import rope_ops
 from .search import CUDA_LIKE_SEARCH_OPS
@@ -61,4 +62,5 @@ def cuda_like_ops(*, triton: bool, fp8: bool) -> PlatformOps:
         linear=linear_ops(fp8),
         kv=kv_ops(),
         search=search_ops(),
+        loss=loss_ops(),
     )
