@@ -72,6 +72,33 @@ class Bare(CpuBackend):
         self.ops = dataclasses.replace(self.ops, act=dataclasses.replace(self.ops.act, silu_and_mul=MISSING))
 
 
+class Chatty(CpuBackend):
+    """Speaks whenever it is asked, as some vendors' libraries do."""
+
+    platform_name = "chatty"
+    device_type = "chatty"
+
+    def __init__(self) -> None:
+        print("here I am")
+        super().__init__()
+
+    @classmethod
+    def probe(cls) -> Probe:
+        print("what a question")
+        return Probe.usable(("Parrot",))
+
+
+class Torn(CpuBackend):
+    """Answers yes, and cannot be built."""
+
+    platform_name = "torn"
+    device_type = "torn"
+    probe = probing(Probe.usable(("Shuttle",)))
+
+    def __init__(self) -> None:
+        raise RuntimeError("out of thread")
+
+
 class Elsewhere(AttentionBackend):
     """An attention for another platform."""
 
@@ -85,7 +112,7 @@ DOC = Path(__file__).parents[2] / "docs" / "devices.md"
 def machine(monkeypatch):
     """Registers the CPU and some of the platforms above."""
     module = types.ModuleType(MODULE)
-    module.__dict__.update(Abacus=Abacus, Loom=Loom, Bare=Bare, Elsewhere=Elsewhere)
+    module.__dict__.update(Abacus=Abacus, Loom=Loom, Bare=Bare, Chatty=Chatty, Torn=Torn, Elsewhere=Elsewhere)
     monkeypatch.setitem(sys.modules, MODULE, module)
 
     def register(*classes, broken=False):
@@ -222,6 +249,7 @@ def test_attention_backends_say_what_they_lack_and_which_is_picked(machine, repo
         ([Abacus], ["--hardware-platform", "cpu", "--device", "thread"], "device_platform_differs", 2),
         ([Bare], ["--hardware-platform", "bare"], "op_missing", 2),
         ([Bare], [], "op_missing", 0),
+        ([Torn], [], "platform_build_failed", 0),
         ([], ["--attention", "sdpaa", "--hardware-platform", "cpu"], "attention_unknown", 2),
     ],
 )
@@ -236,6 +264,12 @@ def test_an_error_takes_the_chosen_ones_place(machine, report, polyrec, classes,
     assert shown.exit_code == exit_code
     assert code in shown.output
     assert "Traceback" not in shown.output
+
+
+def test_what_a_platform_prints_is_not_in_the_json(machine, report, polyrec):
+    machine(Chatty)
+    assert report()["chosen"]["platform"] == "chatty"
+    assert "here I am" in polyrec("devices", "--json").stderr
 
 
 def test_tables_for_people_are_whole_at_100_columns(machine, monkeypatch):

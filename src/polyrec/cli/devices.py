@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -24,7 +26,8 @@ def devices(
     from .device_report import make_report
     from .device_tables import show_report
 
-    report = make_report(hardware)
+    with redirect_stdout(sys.stderr):  # vendors' libraries may print while they are imported or asked
+        report = make_report(hardware)
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
     else:

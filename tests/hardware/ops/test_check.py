@@ -264,13 +264,14 @@ def test_what_is_not_claimed_is_not_checked():
     assert check("norm.rms_norm", no_gradient, train=False) == []
 
 
-def test_an_exception_names_the_operation_and_keeps_its_cause():
+@pytest.mark.parametrize("raised", [ValueError("no such kernel"), SystemExit(3)], ids=repr)
+def test_an_exception_names_the_operation_and_keeps_its_cause(raised):
     def broken(x, weight, eps):
-        raise ValueError("no such kernel")
+        raise raised
 
     with pytest.raises(CheckRaised, match=r"norm\.rms_norm") as caught:
         check("norm.rms_norm", broken, level="quick")
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__ is raised
     assert (caught.value.field, caught.value.dtype) == ("norm.rms_norm", "float32")
 
 

@@ -243,6 +243,16 @@ def test_a_requirements_extra_is_checked(site):
     assert "also-absent" not in str(error)
 
 
+@pytest.mark.parametrize(("version", "shown"), [("", "an unknown version"), ("of-my-own", "of-my-own")])
+def test_a_requirement_whose_version_is_none_is_unmet_where_one_is_asked_for(site, version, shown):
+    write_distribution(site, "left-over", {}, {}, "1.0")
+    (site / "left_over-1.0.dist-info" / "METADATA").write_text(f"Name: left-over\nVersion: {version}\n", "utf-8")
+    write_plugin(site, "fast", GOOD, returned="Plugin(WORK, requires='left-over>=1')")
+    refused("plugin_requirement", *WHO, "left-over>=1", shown, extra_ops="fast")
+    write_plugin(site, "faster", GOOD, returned="Plugin(WORK, requires='left-over')")
+    build(extra_ops="faster")
+
+
 def test_plugin_conflict_is_settled_by_a_pin_only(site):
     write_plugin(site, "fast", GOOD)
     write_plugin(site, "faster", GOOD, version="2.0")
@@ -290,6 +300,17 @@ def test_attention_taken(site, name):
         ("class Own: pass", "no subclass of AttentionBackend"),
         ("class Own(AttentionBackend): pass", "it lacks packed, search"),
         ("class Own(SdpaAttention): support = None", "no `support`"),
+        ("class Own(SdpaAttention): support = AttentionSupport", "no `support`"),
+        ("class Own(SdpaAttention): support = AttentionSupport(head_dims=64)", "head_dims=64"),
+        ("class Own(SdpaAttention): support = AttentionSupport(dtypes=('bf16',))", "dtypes=('bf16',)"),
+        ("class Own(SdpaAttention): support = AttentionSupport(platforms='cpu')", "platforms='cpu'"),
+        (
+            "class Own(SdpaAttention):\n    def packed(self, layout): pass",
+            "`packed` is not the contract's: it has no cache",
+        ),
+        ("class Own(SdpaAttention):\n    def search(self, *all, **named): pass", "`search` is not the contract's"),
+        ("class Own(SdpaAttention):\n    packed = 3", "`packed`"),
+        ("class Own(SdpaAttention):\n    def __init__(self): pass", "cannot be constructed from (needs, ops)"),
         ("def Own(needs, ops): pass", "no subclass of AttentionBackend"),
     ],
 )

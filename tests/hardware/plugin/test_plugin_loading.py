@@ -102,6 +102,17 @@ def test_two_plugins_on_different_fields_need_no_pin(site):
     assert found == {"norm.rms_norm": "fast (fast-dist 1.2.3)", "act.silu_and_mul": "other (other-dist 1.2.3)"}
 
 
+def test_what_a_plugin_prints_before_it_is_used_is_not_on_standard_output(site, capsys):
+    speaking = GOOD.replace("    wide =", "    print('operation speaks')\n    wide =")
+    package = write_plugin(site, "fast", "print('module speaks')\n" + speaking)
+    register = site / package / "register.py"
+    register.write_text("print('entry speaks')\n" + register.read_text(encoding="utf-8"), encoding="utf-8")
+    build(extra_ops="fast")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.split("\n")[:3] == ["entry speaks", "module speaks", "operation speaks"]
+
+
 def test_the_same_plugin_twice_in_one_process(site):
     write_plugin(site, "fast", GOOD)
     first, second = build(extra_ops="fast"), build(extra_ops="fast")

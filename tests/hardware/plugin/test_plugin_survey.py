@@ -14,7 +14,7 @@ from plugin_distributions import ATT, OPS, REGISTER, RMS_NORM, on_path, unique, 
 from polyrec.hardware.plugin.sources import SourceFault, read_source
 from polyrec.hardware.plugin.survey import UNKNOWN, inspect_plugins
 
-from .building import build
+from .building import build, refused
 
 GOOD = RMS_NORM + REGISTER
 ATTENTION = 'from polyrec.plugin_api import register_att_backend\n@register_att_backend("own")\nclass Own: pass\n'
@@ -104,6 +104,27 @@ def test_what_is_decided_when_it_runs_is_unknown_and_no_fault(site, body):
     (site / package / "register.py").write_text(text, encoding="utf-8")
     found = report("fast")
     assert (found.modules, found.registers, found.faults) == (None, (), ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "register = lambda: [f'{__package__}.work']",
+        "import functools\ndef make(name): return [name]\nregister = functools.partial(make, f'{__package__}.work')",
+        "if True:\n    def register(): return f'{__package__}.work'",
+        "from .real import *",
+        "from . import real\nregister: object = real.register",
+        "class register(list):\n    def __init__(self): super().__init__([f'{__package__}.work'])",
+    ],
+)
+def test_a_function_that_is_made_when_it_runs_is_unknown_and_no_fault(site, text):
+    package = write_plugin(site, "fast", GOOD)
+    folder = site / package
+    (folder / "real.py").write_text((folder / "register.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "register.py").write_text(text, encoding="utf-8")
+    found = report("fast")
+    assert (found.modules, found.faults) == (None, ())
+    assert build(extra_ops="fast").table.row("norm.rms_norm").origin == "plugin", "and it loads"
 
 
 def test_registrations_that_depend_on_something(site):
@@ -201,6 +222,22 @@ def test_lines_that_are_no_entry_points_are_faults_and_hurt_no_other(site):
     assert report("fast").entry_point == f"{package}.register:register"
     assert any("'broken line'" in fault for fault in inspect_plugins().faults)
     build(extra_ops="fast")
+
+
+@pytest.mark.parametrize("file", ["entry_points.txt", "METADATA"])
+def test_metadata_that_is_no_utf8_hurts_no_other(site, file):
+    write_plugin(site, "fast", GOOD)
+    write_plugin(site, "broken", GOOD, distribution="broken-dist")
+    path = site / "broken_dist-1.2.3.dist-info" / file
+    path.write_bytes(path.read_bytes() + b"\xff\xfe = a:b\n")
+    build(extra_ops="fast")
+    found = inspect_plugins()
+    assert report("fast").faults == ()
+    if file == "METADATA":  # its entry points can be read, and are listed under no name
+        assert report("broken").distribution == "(a distribution without a name)"
+    else:
+        assert [fault for fault in found.faults if "broken-dist 1.2.3" in fault and "entry_points.txt" in fault]
+        refused("plugin_unknown", "'broken'", extra_ops="broken")
 
 
 def test_a_package_that_another_finder_knows_is_found(site, tmp_path, monkeypatch):

@@ -229,7 +229,7 @@ class _Check:
         """Whatever the implementation raises becomes one error that keeps it."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an operation that exits would end the command without a word
             raise CheckRaised(self._field, _name(self._dtype)) from error
 
 

@@ -6,13 +6,18 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...core.errors import HardwareError
 from ..attention_choice import PluginAttention
 from ..base.attention import AttentionBackend, AttentionSupport
 from ..base.config import AUTO
 from ..base.registry import attention_names
 from .common import Loaded
+from .ops import signature_faults
 from .source import PluginError, PluginSource
+
+_LISTED: dict[str, type] = {"head_dims": int, "dtypes": torch.dtype, "platforms": str}  # fields of AttentionSupport
 
 
 def attention_of(plugins: Sequence[Loaded]) -> dict[str, PluginAttention]:
@@ -55,6 +60,18 @@ def _fault(cls: Any) -> str:
         return "it is no subclass of AttentionBackend"
     if inspect.isabstract(cls):
         return f"it lacks {', '.join(sorted(cls.__abstractmethods__))}"
-    if not isinstance(getattr(cls, "support", None), AttentionSupport):
+    support = getattr(cls, "support", None)
+    if not isinstance(support, AttentionSupport):
         return "it has no `support` that is an AttentionSupport"
+    for name, kind in _LISTED.items():
+        listed = getattr(support, name)
+        if listed is not None and not (isinstance(listed, (tuple, list)) and all(type(one) is kind for one in listed)):
+            return f"its `support` has {name}={listed!r}, which is neither None nor a tuple of {kind.__name__}"
+    for name in ("packed", "search"):
+        if faults := signature_faults(getattr(cls, name), getattr(AttentionBackend, name)):
+            return f"`{name}` is not the contract's: {'; '.join(faults)}"
+    try:
+        inspect.signature(cls).bind("needs", "ops")
+    except TypeError as error:
+        return f"it cannot be constructed from (needs, ops): {error}"
     return ""

@@ -6,8 +6,9 @@ Imports no torch until a plugin is asked for.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -134,7 +135,8 @@ def _load(declared: Declared) -> Loaded:
 @contextmanager
 def _importing(source: PluginSource, module: str | None, what: str) -> Iterator[None]:
     """What fails inside is `plugin_import_failed`, with the cause, unless the plugin's own fault was found already."""
-    with loading(source, module) as state:
+    # Standard output belongs to the command, which may print JSON there.
+    with redirect_stdout(sys.stderr), loading(source, module) as state:
         try:
             yield
         except PluginError:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from .source import PluginError, PluginSource
 
@@ -101,12 +102,20 @@ def _unmet(requirement: Requirement, extra: str = "") -> Iterator[str]:
     except PackageNotFoundError:
         yield f"{requirement.name}{requirement.specifier}, which is not installed"
         return
-    if not requirement.specifier.contains(found.version, prereleases=True):
-        yield f"{requirement.name}{requirement.specifier}, and {found.version} is installed"
+    if requirement.specifier and not _within(found, requirement.specifier):
+        yield f"{requirement.name}{requirement.specifier}, and {found.version or 'an unknown version'} is installed"
     for wanted in sorted(requirement.extras):
         for brought in map(Requirement, found.requires or ()):
             if brought.marker is not None and not brought.marker.evaluate({"extra": ""}):
                 yield from _unmet(brought, wanted)
+
+
+def _within(found: Distribution, specifier: SpecifierSet) -> bool:
+    """Not so either for a version that is none, as of metadata that a half-done removal left behind."""
+    try:
+        return specifier.contains(Version(found.version or ""), prereleases=True)
+    except InvalidVersion:
+        return False
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ def check_registered(source: PluginSource, field: str, function: Function, specs
         raise PluginError(
             "plugin_not_callable", source, f"registers {function!r} as '{field}'.", "Register a function."
         )
-    if faults := _signature_faults(function, spec.reference):
+    if faults := signature_faults(function, spec.reference):
         raise PluginError(
             "plugin_signature",
             source,
@@ -81,16 +83,17 @@ def verify_ops(replacements: Mapping[str, Replacement], backend: HardwareBackend
     specs = all_specs()
     for field, replacement in replacements.items():
         try:
-            faults = check_op(
-                field,
-                specs[field],
-                replacement.function,
-                runtime=backend.runtime,
-                graph=backend.graph,
-                dtypes=backend.capabilities.dtypes,
-                train=config.purpose == "train",
-                level=config.verify_plugins,
-            )
+            with redirect_stdout(sys.stderr):  # standard output belongs to the command
+                faults = check_op(
+                    field,
+                    specs[field],
+                    replacement.function,
+                    runtime=backend.runtime,
+                    graph=backend.graph,
+                    dtypes=backend.capabilities.dtypes,
+                    train=config.purpose == "train",
+                    level=config.verify_plugins,
+                )
         except CheckRaised as error:
             cause = error.__cause__
             raise _nonconforming(replacement, field, f"{error} ({type(cause).__name__}: {cause})") from error
@@ -138,7 +141,7 @@ def _check_pins(
         raise HardwareError("pin_unused", f"--op {field}={name} has no effect: {why}.", remedy)
 
 
-def _signature_faults(function: Function, reference: Function) -> list[str]:
+def signature_faults(function: Function, reference: Function) -> list[str]:
     """How the parameters differ: names, order, kinds, defaults; more parameters are allowed if they have defaults."""
     try:
         found = list(inspect.signature(function).parameters.values())

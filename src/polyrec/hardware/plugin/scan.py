@@ -61,12 +61,12 @@ def scan_installed() -> Scan:
     hidden: list[Hidden] = []
     malformed: list[str] = []
     for distribution in distributions():
-        text = distribution.read_text("entry_points.txt") or ""
+        text = _read(distribution, "entry_points.txt", malformed)
         if _MARK not in text:
             continue
         own = list(_entries(distribution, text, malformed))
         first = _first_of_name(distribution)
-        seen = own if first is None else list(_entries(first, first.read_text("entry_points.txt") or "", []))
+        seen = own if first is None else list(_entries(first, _read(first, "entry_points.txt", []), []))
         visible = {(item.source.kind, item.source.name, item.value) for item in seen}
         for item in own:
             if first is None:
@@ -74,6 +74,17 @@ def scan_installed() -> Scan:
             elif (item.source.kind, item.source.name, item.value) not in visible:
                 hidden.append(Hidden(item, _version(first), _location(first)))
     return Scan(tuple(found), tuple(hidden), tuple(malformed))
+
+
+def _read(distribution: Distribution, file: str, malformed: list[str]) -> str:
+    """A file of the metadata; what is no UTF-8 hides this distribution's entry points, and no other's."""
+    try:
+        return distribution.read_text(file) or ""
+    except UnicodeDecodeError as error:
+        malformed.append(
+            f"{_name(distribution)} {_version(distribution)} in {_location(distribution)}, {file}: {error}"
+        )
+        return ""
 
 
 def _entries(distribution: Distribution, text: str, malformed: list[str]) -> Iterator[Installed]:
@@ -94,7 +105,7 @@ def _entries(distribution: Distribution, text: str, malformed: list[str]) -> Ite
 
 def _first_of_name(distribution: Distribution) -> Distribution | None:
     """The distribution that hides this one; None if this is the one that Python sees."""
-    name = distribution.metadata["Name"]
+    name = _field(distribution, "Name")
     if not name:
         return None
     first = next(iter(Distribution.discover(name=name)), distribution)
@@ -111,11 +122,19 @@ def normalised(name: str) -> str:
 
 
 def _name(distribution: Distribution) -> str:
-    return distribution.metadata["Name"] or "(a distribution without a name)"
+    return _field(distribution, "Name") or "(a distribution without a name)"
 
 
 def _version(distribution: Distribution) -> str:
-    return distribution.metadata["Version"] or "(no version)"
+    return _field(distribution, "Version") or "(no version)"
+
+
+def _field(distribution: Distribution, name: str) -> str:
+    """Of METADATA; empty where it cannot be read."""
+    try:
+        return distribution.metadata[name] or ""
+    except UnicodeDecodeError:
+        return ""
 
 
 def _location(distribution: Distribution) -> str:

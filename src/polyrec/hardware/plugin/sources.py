@@ -71,6 +71,18 @@ class Source:
         base = parts[: len(parts) - node.level + 1]
         return ".".join([*base, node.module] if node.module else base)
 
+    def may_bind(self, name: str) -> bool:
+        """Whether running the module may give it this name: by assignment, definition or import, `*` included."""
+        bound: set[str | None] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                bound.add(node.name)
+            elif isinstance(node, ast.alias):
+                bound.add(node.asname or node.name)
+        return bool(bound & {name, "*"})
+
     def original(self, node: ast.expr) -> str:
         """The last name of what an expression refers to, an `import … as` undone."""
         if isinstance(node, ast.Attribute):

@@ -124,7 +124,10 @@ def _inspect(item: Installed) -> PluginReport:
 
 def _read_declared(item: Installed, found: _Found) -> None:
     """What the entry point's function returns, where that is one literal, and whether it is for these packages."""
-    function, source = _function(item.module, item.value.partition(":")[2].strip())
+    defined = _function(item.module, item.value.partition(":")[2].strip())
+    if defined is None:
+        return
+    function, source = defined
     returns = [(node.value, certain) for node, certain in at_import(function.body) if isinstance(node, ast.Return)]
     plugin = _plugin(returns[0][0], source) if len(returns) == 1 and returns[0][1] else None
     if plugin is None:
@@ -136,14 +139,16 @@ def _read_declared(item: Installed, found: _Found) -> None:
         found.faults.append(f"{error.code}: {error}")
 
 
-def _function(module: str, name: str, hops: int = 4) -> tuple[ast.FunctionDef, Source]:
-    """A function's definition, through `from x import name` if need be."""
+def _function(module: str, name: str, hops: int = 4) -> tuple[ast.FunctionDef, Source] | None:
+    """A function's definition, through `from x import name` if need be; None: something else gives the name, when it runs."""
     source = read_source(module)
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node, source
     if name in source.imported and hops:
         return _function(*source.imported[name], hops - 1)
+    if source.may_bind(name):
+        return None
     raise SourceFault(f"'{module}' defines no function '{name}'")
 
 
