@@ -53,13 +53,14 @@ class PackedPlan(AttentionPlan):
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        self._layout = layout
+        self._shape = (len(layout.lengths), layout.longest)
+        self._flat = None if is_full(layout) else layout.flat  # made here, not in a layer's call: a compiler cannot follow
         self._cache = cache
         self._ops = ops
         self._soft_cap = soft_cap
-        self._slots = torch.arange(len(layout.flat), device=layout.flat.device) if cache is not None else None
+        self._slots = torch.arange(layout.num_tokens, device=layout.lengths.device) if cache is not None else None
         # torch's causal attention needs no mask, and is faster without: padding stands behind every real token of its row.
-        plain = layout.branch is None and soft_cap is None and (window is None or window >= layout.padded.shape[1])
+        plain = layout.branch is None and soft_cap is None and (window is None or window >= layout.longest)
         self._mask = None if plain else packed_mask(layout, window)
 
     def target(self, layer: int) -> WriteTarget | None:
@@ -74,7 +75,7 @@ class PackedPlan(AttentionPlan):
         return self.run_written(layer, query, key, value)
 
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (pad(self._layout, x).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (pad(x, self._shape, self._flat).transpose(1, 2) for x in (query, key, value))
         mask = None if self._mask is None else self._mask.to(q.dtype)
         if self._soft_cap is not None:
             out = capped_attention(q, k, v, mask, self._soft_cap)
@@ -82,13 +83,24 @@ class PackedPlan(AttentionPlan):
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self._layout.flat).flatten(1)
+        rows = out.transpose(1, 2).flatten(0, 1)
+        return (rows if self._flat is None else rows.index_select(0, self._flat)).flatten(1)
 
 
-def pad(layout: PackedLayout, packed: Tensor) -> Tensor:
-    """[T, ...] -> [R, L, ...] with zeros as padding. A copy to known places: its gradient is a plain gather."""
-    rows = packed.new_zeros((layout.padded.numel(), *packed.shape[1:]))
-    return rows.index_copy(0, layout.flat, packed).unflatten(0, layout.padded.shape)
+def is_full(layout: PackedLayout) -> bool:
+    """Whether all sequences are known to have the longest one's length: packed rows are then a batch without padding."""
+    return layout.host_lengths is not None and bool((layout.host_lengths == layout.longest).all())
+
+
+def pad(packed: Tensor, shape: tuple[int, int], flat: Tensor | None) -> Tensor:
+    """[T, ...] -> [R, L, ...] with zeros as padding. flat: int64 [T], each row's place; None: there is no padding.
+
+    A copy to known places: its gradient is a plain gather.
+    """
+    if flat is None:
+        return packed.unflatten(0, shape)
+    rows = packed.new_zeros((shape[0] * shape[1], *packed.shape[1:]))
+    return rows.index_copy(0, flat, packed).unflatten(0, shape)
 
 
 def packed_mask(layout: PackedLayout, window: int | None) -> Tensor:
