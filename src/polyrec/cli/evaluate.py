@@ -11,12 +11,15 @@ import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
 from ..hardware.base.config import HardwareConfig
+from ..models.options import ModelOptions
 from .hardware_flags import hardware_flags
+from .model_flags import model_flags
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ..data.histories import Histories
+    from ..engine.engine import EngineConfig
     from ..evaluation.baselines import BasketKNNSettings
     from ..evaluation.run import InvalidRate, Ranker
     from ..hardware import HardwareBackend
@@ -38,6 +41,7 @@ class ProtocolChoice(str, Enum):
 
 
 @hardware_flags
+@model_flags
 def evaluate(
     data: Annotated[Path, typer.Option(help="A folder made by `polyrec prepare`.")],
     model: Annotated[Path | None, typer.Option(help="A model folder; without it, the baselines alone.")] = None,
@@ -63,6 +67,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of --max-users.")] = 0,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     *,
+    options: ModelOptions,
     hardware: HardwareConfig,
 ) -> None:
     """Measure a model beside popularity and itemKNN: full ranking, with confidence intervals."""
@@ -75,7 +80,7 @@ def evaluate(
     from ..evaluation.run import evaluate as run
 
     cuts = _cuts(ks)
-    backend = _backend(hardware, model)
+    backend = _backend(hardware, options, model)
     if out:
         make_parent(out / "evaluation.json")  # before the work: a wrong folder should not cost a minute
     protocols: tuple[ProtocolName, ...] = ("new", "all")
@@ -85,7 +90,10 @@ def evaluate(
     rankings: dict[str, Ranker] = {}
     invalid_rates: dict[str, InvalidRate] = {}
     if model is not None and backend is not None:
-        rankings, invalid_rates = _model_methods(model, data, histories, beam_width or BEAM_WIDTH, score_rule, backend)
+        from ..engine.engine import EngineConfig
+
+        config = EngineConfig(score_rule=score_rule, model=options)
+        rankings, invalid_rates = _model_methods(model, data, histories, beam_width or BEAM_WIDTH, config, backend)
     with progress_bar() as progress:
         knn_settings = _tuned(histories, progress) if tune_baseline and histories.kind == "basket" else None
         result = run(
@@ -130,31 +138,31 @@ def _cuts(ks: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _backend(hardware: HardwareConfig, model: Path | None) -> HardwareBackend | None:
-    """Where the model runs; None without one: the baselines run in scipy on the host, and hardware flags have no say."""
+def _backend(hardware: HardwareConfig, options: ModelOptions, model: Path | None) -> HardwareBackend | None:
+    """Where the model runs; None without one: the baselines run in scipy on the host, and neither flags have a say."""
     from ..core.errors import ConfigError
     from ..hardware import get_hardware_backend
 
     if model is not None:
         return get_hardware_backend(hardware)
-    if given := [name for name, value in HardwareConfig() if value != getattr(hardware, name)]:
+    settings = (hardware, options)
+    if given := [name for own in settings for name, value in type(own)() if value != getattr(own, name)]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError("flag_unused", f"{flags} says where --model runs, and there is none.", "Leave it out.")
+        raise ConfigError("flag_unused", f"{flags} says where or how --model runs, and there is none.", "Leave it out.")
     return None
 
 
 def _model_methods(
-    model: Path, data: Path, histories: Histories, beam_width: int, score_rule: ScoreRule, backend: HardwareBackend
+    model: Path, data: Path, histories: Histories, beam_width: int, config: EngineConfig, backend: HardwareBackend
 ) -> tuple[dict[str, Ranker], dict[str, InvalidRate]]:
     """The model as one more ranking; its catalog's rows must be those of the histories."""
     from functools import partial
 
     from ..core.errors import CatalogError
-    from ..engine.engine import EngineConfig
     from ..engine.recommender import Recommender
     from ..sid.catalog import Catalog
 
-    recommender = Recommender.from_pretrained(model, backend=backend, config=EngineConfig(score_rule=score_rule))
+    recommender = Recommender.from_pretrained(model, backend=backend, config=config)
     if list(recommender.catalog.item_ids) != list(Catalog.load(data / "catalog.parquet").item_ids):
         raise CatalogError(
             "catalog_mismatch",

@@ -11,7 +11,9 @@ import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
 from ..hardware.base.config import HardwareConfig
+from ..models.options import ModelOptions
 from .hardware_flags import hardware_flags
+from .model_flags import model_flags
 
 if TYPE_CHECKING:
     from ..core.request import Recommendation, RecommendRequest
@@ -37,6 +39,7 @@ class Cold(str, Enum):
 
 
 @hardware_flags
+@model_flags
 def recommend(
     model: Annotated[Path, typer.Argument(help="A model folder written by `polyrec train`.")],
     input: Annotated[
@@ -79,6 +82,7 @@ def recommend(
     as_json: Annotated[bool, typer.Option("--json", help="Answer or summary as JSON on standard output.")] = False,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     *,
+    options: ModelOptions,
     hardware: HardwareConfig,
 ) -> None:
     """Recommend items: for one history given here, or for every user of a file."""
@@ -105,7 +109,7 @@ def recommend(
         cold=cold.value,
     )
     if input is None:
-        recommender = _load(model, batch_size, score_rule, backend)
+        recommender = _load(model, batch_size, score_rule, options, backend)
         _warn_unknown_filters(recommender, template)
         answer = recommender.recommend_batch([template])[0]
         if as_json:
@@ -125,7 +129,7 @@ def recommend(
         encoding=encoding,
         time_format=time_format,
     )
-    recommender = _load(model, batch_size, score_rule, backend)
+    recommender = _load(model, batch_size, score_rule, options, backend)
     _warn_unknown_filters(recommender, template)
     assert output is not None
     summary = _run(recommender, source, output, template, batch_size)
@@ -197,12 +201,14 @@ def _items(flag: str, value: str | None, item_column: str | None) -> list[str] |
     return ids
 
 
-def _load(model: Path, batch_size: int, score_rule: ScoreRule, backend: HardwareBackend) -> Recommender:
+def _load(
+    model: Path, batch_size: int, score_rule: ScoreRule, options: ModelOptions, backend: HardwareBackend
+) -> Recommender:
     from ..engine.engine import EngineConfig
     from ..engine.recommender import Recommender
     from ..engine.scheduler import BatchLimits
 
-    config = EngineConfig(score_rule=score_rule, limits=BatchLimits(max_requests=batch_size))
+    config = EngineConfig(score_rule=score_rule, limits=BatchLimits(max_requests=batch_size), model=options)
     return Recommender.from_pretrained(model, backend=backend, config=config)
 
 

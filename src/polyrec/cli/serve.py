@@ -10,7 +10,9 @@ import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
 from ..hardware.base.config import HardwareConfig
+from ..models.options import ModelOptions
 from .hardware_flags import hardware_flags
+from .model_flags import model_flags
 
 
 class LogLevel(str, Enum):
@@ -23,6 +25,7 @@ class LogLevel(str, Enum):
 
 
 @hardware_flags
+@model_flags
 def serve(
     folder: Annotated[Path, typer.Argument(help="A model folder written by `polyrec train`.")],
     host: Annotated[str, typer.Option(help="Address to listen on; any but 127.0.0.1 needs --api-key.")] = "127.0.0.1",
@@ -39,6 +42,7 @@ def serve(
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
     *,
+    options: ModelOptions,
     hardware: HardwareConfig,
 ) -> None:
     """Serve recommendations over HTTP.
@@ -61,6 +65,7 @@ def serve(
         "timeout": timeout,
         "log_level": log_level.value,
         "score_rule": score_rule,
+        "model": options,
         "hardware": hardware,
         "num_threads": num_threads,
     }

@@ -15,6 +15,7 @@ from ..core.request import ScoreRule
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.runtime import Event
 from ..layers.head import RestrictedHead
+from ..models.options import ModelOptions
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
@@ -27,11 +28,12 @@ from .search import Searcher
 
 class EngineConfig(Settings):
     """score_rule: DESIGN section 4. limits: how large a batch may grow. graphs: what is recorded on platforms that record;
-    None: every batch is launched operation by operation."""
+    None: every batch is launched operation by operation. model: how the model is loaded."""
 
     score_rule: ScoreRule = "level"
     limits: BatchLimits = BatchLimits()
     graphs: GraphSizes | None = GraphSizes()
+    model: ModelOptions = ModelOptions()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..data.prompt import PromptBuilder
 from ..hardware import HardwareBackend, HardwareConfig, get_hardware_backend
 from ..hardware.base.config import Fallback, Verify
 from ..models.checkpoint import load_model
+from ..models.options import Dtype, ModelOptions, Quantization
 from ..models.spec import Decoder
 from ..sid.trie import MAX_COMPLETE_LEAVES, complete_trie, leaves_of_rows
 from .batching import SearchRequest, SearchResult
@@ -95,6 +96,11 @@ class Recommender:
         fallback: Fallback | None = None,
         verify_plugins: Verify | None = None,
         allow_cpu: bool | None = None,
+        dtype: Dtype | None = None,
+        quantization: Quantization | None = None,
+        enable_fused_rms_fp8: bool | None = None,
+        enable_fused_silu_fp8: bool | None = None,
+        enable_fused_qk_rope_kv: bool | None = None,
         backend: HardwareBackend | None = None,
         config: EngineConfig | None = None,
     ) -> Recommender:
@@ -102,6 +108,7 @@ class Recommender:
 
         device … allow_cpu: what the flags of these names take (`HardwareConfig`); none of them: the hardware that this
         process runs on already, else auto. backend: a built one instead. The hardware is built before the folder is read.
+        dtype … enable_fused_qk_rope_kv: `ModelOptions`, those given instead of the config's.
         Errors: those of `get_hardware_backend`; `backend_given_twice`.
         """
         flags = {
@@ -116,8 +123,18 @@ class Recommender:
             "allow_cpu": allow_cpu,
         }
         backend = choose_backend(backend, {name: value for name, value in flags.items() if value is not None})
+        own = {
+            "dtype": dtype,
+            "quantization": quantization,
+            "enable_fused_rms_fp8": enable_fused_rms_fp8,
+            "enable_fused_silu_fp8": enable_fused_silu_fp8,
+            "enable_fused_qk_rope_kv": enable_fused_qk_rope_kv,
+        }
+        config = config or EngineConfig()
+        options = config.model.model_dump() | {name: value for name, value in own.items() if value is not None}
+        config = config.model_copy(update={"model": make_settings(ModelOptions, options, "the model's options")})
         contents = read_folder(folder, catalog)
-        return cls(load_model(folder, backend), contents, backend, config)
+        return cls(load_model(folder, backend, options=config.model), contents, backend, config)
 
     @property
     def max_prompt_tokens(self) -> int:

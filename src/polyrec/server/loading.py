@@ -45,7 +45,9 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     backend = get_hardware_backend(settings.hardware)
-    config = EngineConfig(score_rule=settings.score_rule, limits=BatchLimits(max_requests=settings.max_batch))
+    config = EngineConfig(
+        score_rule=settings.score_rule, limits=BatchLimits(max_requests=settings.max_batch), model=settings.model
+    )
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
     state.stage = "warming_up"

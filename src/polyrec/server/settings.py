@@ -10,6 +10,7 @@ from ..core.config import Settings
 from ..core.errors import ConfigError
 from ..core.request import ScoreRule
 from ..hardware.base.config import HardwareConfig
+from ..models.options import ModelOptions
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 NO_KEY_HOSTS = ("127.0.0.1", "localhost")
@@ -21,7 +22,7 @@ class ServerSettings(Settings):
     max_queue: requests that may wait; one more gets 429. max_n: largest n and beam_width of a request.
     max_batch: requests in one engine batch. timeout: seconds a request may take, from its first byte to its answer.
     max_body_bytes: largest request body.
-    score_rule: what a score is (core.request.ScoreRule). hardware: the hardware flags.
+    score_rule: what a score is (core.request.ScoreRule). model: the model flags. hardware: the hardware flags.
     num_threads: CPU threads of the engine (None: torch's choice).
     """
 
@@ -35,6 +36,7 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     log_level: LogLevel = "info"
     score_rule: ScoreRule = "level"
+    model: ModelOptions = ModelOptions()
     hardware: HardwareConfig = HardwareConfig()
     num_threads: int | None = Field(default=None, ge=1)
 
