@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -185,7 +186,10 @@ def test_faults_are_shown(skeleton, tmp_path):
             (name, "plugin_name_invalid")
             for name in ("", "My-Plugin", "a b", "-a", "a--b", "1st", "a.b", "a/b", "class", "ä")
         ),
-        *((name, "plugin_name_taken") for name in ("json", "polyrec", "torch", "numpy")),
+        *(
+            (name, "plugin_name_taken")
+            for name in ("json", "polyrec", "torch", "numpy", "scikit-learn", "scikit_learn")
+        ),
     ],
 )
 def test_names_that_cannot_be_used(polyrec, tmp_path, name, code):
@@ -205,6 +209,13 @@ def test_a_folder_that_exists_is_left_alone(polyrec, tmp_path):
             polyrec("plugins", "new", "quick-norms", "--out", tmp_path / name)
         assert caught.value.code == "out_occupied"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "letter.txt", "link", "mine"]
+
+
+def test_the_commands_it_prints_take_a_folder_with_spaces(polyrec, tmp_path):
+    folder = tmp_path / "my plugins" / "one"
+    shown = polyrec("plugins", "new", "quick-norms", "--out", folder).output
+    [line] = [line for line in shown.splitlines() if "pip install" in line]
+    assert shlex.split(line) == ["pip", "install", "-e", str(folder), "&&", "pytest", str(folder)]
 
 
 def test_a_write_that_fails_leaves_nothing(polyrec, tmp_path, monkeypatch):

@@ -51,11 +51,9 @@ class SeesNeighbours(SdpaAttention):
     """All sequences are one."""
 
     def packed(self, layout, cache=None):
-        total = len(layout.flat)
-        places = torch.arange(total)
-        return super().packed(
-            dataclasses.replace(layout, padded=places[None], flat=places, lengths=torch.tensor([total])), cache
-        )
+        one = torch.tensor([layout.num_tokens])
+        joined = dataclasses.replace(layout, lengths=one, longest=layout.num_tokens, host_lengths=one)
+        return super().packed(joined, cache)
 
 
 class SeesOtherBranches(SdpaAttention):
@@ -190,8 +188,8 @@ class SeesPadding(SdpaAttention):
     """Beams see the padding of prompts shorter than the longest."""
 
     def search(self, layout, cache, *, width, num_kept):
-        longest = torch.full_like(layout.lengths, layout.padded.shape[1])
-        return super().search(dataclasses.replace(layout, lengths=longest), cache, width=width, num_kept=num_kept)
+        search = super().search(layout, cache, width=width, num_kept=num_kept)
+        return SdpaSearch(search.prompt, torch.full_like(layout.lengths, layout.longest), search.suffix)
 
 
 class KeepsTheFirstBatch(SdpaAttention):

@@ -7,6 +7,7 @@ import keyword
 import re
 import sys
 from dataclasses import dataclass
+from importlib.metadata import Distribution
 from pathlib import Path
 from string import Template
 
@@ -35,11 +36,16 @@ class Skeleton:
                 "Use lower-case letters and digits, with single hyphens between words, as in my-plugin.",
             )
         if self.package in sys.stdlib_module_names or importlib.util.find_spec(self.package) is not None:
-            raise ConfigError(
-                "plugin_name_taken",
-                f"A package named '{self.package}' is there already, and '{self.name}' would hide it or be hidden.",
-                "Choose another name.",
-            )
+            raise self._taken(f"A package named '{self.package}'")
+        if any(True for _ in Distribution.discover(name=self.name)):
+            raise self._taken(f"A distribution named '{self.name}'")
+
+    def _taken(self, what: str) -> ConfigError:
+        return ConfigError(
+            "plugin_name_taken",
+            f"{what} is there already, and '{self.name}' would hide it, replace it or be hidden.",
+            "Choose another name.",
+        )
 
     @property
     def package(self) -> str:

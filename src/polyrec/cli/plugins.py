@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +57,8 @@ def new(
     write_skeleton(skeleton, folder)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"wrote {folder}. Install it, test it, and use it:", markup=False)
-    console.print(f"  pip install -e {folder} && pytest {folder}", markup=False)
+    quoted = shlex.quote(str(folder))
+    console.print(f"  pip install -e {quoted} && pytest {quoted}", markup=False)
     flags = f"--extra-ops {skeleton.ops_entry} --extra-att {skeleton.att_entry}"
     console.print(f"  polyrec devices {flags}", markup=False)
 
