@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from polyrec.hardware.backends.ascend.library import load_library
 from polyrec.hardware.backends.ascend.runtime import AscendRuntime
 from polyrec.hardware.base.registry import load_attention, load_platform
 from polyrec.hardware.ops import REFERENCE_OPS
+from polyrec.hardware.table import resolve
 
 from .standin import Library
 
@@ -92,3 +94,15 @@ def test_a_failed_import_keeps_its_cause(error, code):
     assert caught.value.code == code
     assert caught.value.__cause__ is error
     assert caught.value.remedy
+
+
+def test_it_serves_without_a_fallback_and_trains_with_those_that_strict_names(monkeypatch):
+    monkeypatch.setattr("polyrec.hardware.backends.ascend.AscendRuntime", lambda library: AscendRuntime(library, "cpu"))
+    ops = AscendBackend(Library()).ops
+    assert not any(row.fallback for row in resolve(AscendBackend, ops, {}, "strict", "infer").rows)
+    fallbacks = {row.field for row in resolve(AscendBackend, ops, {}, "warn", "train").rows if row.fallback}
+    with pytest.raises(HardwareError) as caught:
+        resolve(AscendBackend, ops, {}, "strict", "train")
+    assert caught.value.code == "op_missing"
+    assert fallbacks
+    assert fallbacks == set(re.findall(r"(\S+) \(would fall back", caught.value.message))
