@@ -17,7 +17,7 @@ NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 @triton.jit
 def _scores(query, key, scale, soft_cap, CAPPED: tl.constexpr):
     """query [M, D] · key [D, N], scaled and capped, in base 2."""
-    scores = tl.dot(query, key) * scale
+    scores = tl.dot(query, key, input_precision="ieee") * scale
     if CAPPED:  # tanh by its exponential
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
     return scores * LOG2E
@@ -31,7 +31,7 @@ def _attend(scores, value, top, total, acc):
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, total, acc
 
 
