@@ -114,9 +114,10 @@ OPTIONAL = {"transformers", "triton", "flashinfer", "sentence_transformers", "to
 
 
 def is_a_kernel_file(name: str) -> bool:
-    """Written in Triton, whose decorators run at import: whoever launches a kernel imports its file when it is built."""
+    """Of Triton, whose decorators run at import, or of FlashInfer: whoever launches a kernel imports its file when built."""
     path = SOURCE.parent.joinpath(*name.split(".")).with_suffix(".py")
-    return path.is_file() and any(isinstance(n, ast.Import) and n.names[0].name == "triton" for n in parsed(path).body)
+    imported = [n.names[0].name for n in parsed(path).body if isinstance(n, ast.Import)] if path.is_file() else []
+    return bool({"triton", "flashinfer"} & set(imported))
 
 
 def test_every_module_imports_and_none_needs_an_optional_package():

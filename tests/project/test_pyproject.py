@@ -10,8 +10,12 @@ import pytest
 
 from .tree import ROOT, imported_roots, parsed, pyproject, source_files
 
-# Imported only when a feature of that extra is used.
-OPTIONAL = {"sentence_transformers": "text", "pytest": "test"}
+# Imported only when a feature of that extra is used: name -> the extra, and the distribution that it lists.
+OPTIONAL = {
+    "sentence_transformers": ("text", "sentence-transformers"),
+    "flashinfer": ("cuda", "flashinfer-python"),
+    "pytest": ("test", "pytest"),
+}
 # Part of the public interface of a declared distribution, which pins the version that fits.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "triton": "torch"}
 # Needed by another dependency at run time and never imported by name.
@@ -46,8 +50,8 @@ def test_every_import_of_the_product_is_declared():
     providers = distributions(imported(ROOT / "src") - set(OPTIONAL) - set(COMES_WITH))
     assert {root for root, names in providers.items() if not names & required} == set()
     assert set(COMES_WITH.values()) <= required
-    for root, extra in OPTIONAL.items():
-        assert normalised(root) in declared(extra)
+    for extra, distribution in OPTIONAL.values():
+        assert distribution in declared(extra)
 
 
 def test_every_dependency_of_the_product_is_imported():

@@ -41,7 +41,7 @@ def test_a_usable_gpu_is_named_and_flashinfers_absence_noted(tmp_path):
     machine = machine_with(tmp_path, NVIDIA_FILES)
     probe = NvidiaBackend.probe(machine, cuda_torch())
     assert (probe.state, probe.devices) == ("usable", ("Card A", "Card B"))
-    assert "flashinfer is absent: attention runs through sdpa" in probe.reason
+    assert "flashinfer is absent: attention runs through triton" in probe.reason
     with_it = machine_with(tmp_path, NVIDIA_FILES, {"flashinfer": object()})
     assert NvidiaBackend.probe(with_it, cuda_torch()).reason == ""
 

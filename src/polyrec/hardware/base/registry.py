@@ -60,4 +60,5 @@ register_platform("xpu", "polyrec.hardware.backends.xpu:XpuBackend")
 register_platform("ascend", "polyrec.hardware.backends.ascend:AscendBackend")
 
 register_attention("sdpa", "polyrec.attention.sdpa:SdpaAttention")
+register_attention("flashinfer", "polyrec.attention.flashinfer:FlashInferAttention")
 register_attention("triton", "polyrec.attention.triton:TritonAttention")

@@ -59,7 +59,7 @@ class CudaLikeBackend(HardwareBackend):
     """Base of the platforms that torch shows as "cuda". variant: this platform's row of the table of differences."""
 
     device_type = "cuda"
-    attention_order = ("triton", "sdpa")
+    attention_order: ClassVar[tuple[str, ...]] = ("triton", "sdpa")
     variant: ClassVar[Variant] = dataclasses.replace(NVIDIA, fp8_from=None)
 
     def __init__(
@@ -93,6 +93,7 @@ class NvidiaBackend(CudaLikeBackend):
     """NVIDIA GPUs through torch's CUDA builds."""
 
     platform_name = "nvidia"
+    attention_order = ("flashinfer", *CudaLikeBackend.attention_order)
     variant = NVIDIA
 
     @classmethod
