@@ -97,14 +97,14 @@ class Engine:
         self._waiting.append(Waiting(request, done))
 
     def step(self) -> int:
-        """Launches what waits, then answers the batch before it. Returns how many requests were answered; 0: none is left.
+        """Launches a batch, or takes the one launched before, and answers it. Returns how many were answered; 0: none waits.
 
-        While the device works on one batch, the host prepares the next.
+        While the device works, the host launches the next batch if that is full: one that is not may still grow.
         """
         current = self._in_flight or self._launch()
         if current is None:
             return 0
-        self._in_flight = self._launch() if self._overlaps else None
+        self._in_flight = self._launch() if self._overlaps and self._next_is_full() else None
         current.finished.synchronize()
         results = split_results(
             [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
@@ -157,10 +157,16 @@ class Engine:
         )
 
     def _next_batch(self) -> list[Waiting]:
+        return [self._waiting.popleft() for _ in range(self._next_size())]
+
+    def _next_is_full(self) -> bool:
+        size = self._next_size()
+        return size > 0 and (size < len(self._waiting) or size == self.config.limits.max_requests)
+
+    def _next_size(self) -> int:
         queue = list(islice(self._waiting, self.config.limits.max_requests))
-        size = plan_batch(
+        return plan_batch(
             [len(waiting.request.prompt) for waiting in queue],
             [waiting.request.beam_width for waiting in queue],
             self.config.limits,
         )
-        return [self._waiting.popleft() for _ in range(size)]

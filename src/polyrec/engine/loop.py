@@ -14,6 +14,7 @@ from .batching import SearchResult
 from .recommender import Prepared, Recommender
 
 _IDLE_WAIT_S = 0.05
+Asked = tuple[Prepared, Future[Recommendation]]
 
 
 class EngineLoop:
@@ -21,11 +22,14 @@ class EngineLoop:
 
     def __init__(self, recommender: Recommender, max_queue: int = 256) -> None:
         self.recommender = recommender
-        self._queue: queue.Queue[tuple[Prepared, Future[Recommendation]]] = queue.Queue(max_queue)
+        self._queue: queue.Queue[Asked] = queue.Queue(max_queue)
         self._stopping = threading.Event()
         self._gate = threading.Lock()  # between a request that enters and the thread that leaves
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
-        self._stats = {"requests": 0, "cancelled": 0, "batches": 0, "prompt_tokens": 0, "busy_seconds": 0.0}
+        self._stats: dict[str, float] = dict.fromkeys(
+            ("requests", "cancelled", "batches", "replays", "prompt_tokens"), 0
+        )
+        self._stats["busy_seconds"] = 0.0
 
     def start(self) -> None:
         """Starts the thread."""
@@ -43,7 +47,7 @@ class EngineLoop:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the start: requests, cancelled, batches, prompt_tokens, busy_seconds."""
+        """Counters since the start: requests, cancelled, batches, replays (of recorded graphs), prompt_tokens, busy_seconds."""
         return dict(self._stats)
 
     def submit(self, request: RecommendRequest) -> Future[Recommendation]:
@@ -92,26 +96,29 @@ class EngineLoop:
 
     def _serve_all(self) -> None:
         while not (self._stopping.is_set() and self._queue.empty()):
-            waiting = self._collect()
-            if not waiting:
-                continue
-            started = time.perf_counter()
-            try:
+            if waiting := self._collect(_IDLE_WAIT_S):
                 self._run(waiting)
-            finally:  # an engine that failed stops the thread, but whoever waits is told
-                self._fail_unanswered(future for _, future in waiting)
-            self._stats["busy_seconds"] += time.perf_counter() - started
 
-    def _run(self, waiting: list[tuple[Prepared, Future[Recommendation]]]) -> None:
+    def _run(self, waiting: list[Asked]) -> None:
+        """Until nobody waits: gives the engine who is here, runs a batch, takes who came meanwhile."""
+        engine, asked = self.recommender.engine, set[Future[Recommendation]]()
         with self.recommender.lock:
-            for prepared, future in waiting:
-                self._stats["prompt_tokens"] += len(prepared.search.prompt)
-                self.recommender.engine.submit(prepared.search, self._answer(prepared, future))
             try:
-                while self.recommender.engine.step():
-                    self._stats["batches"] += 1
-            finally:  # a failed step's neighbours are told that it failed; whoever uses the engine next must not find them
-                self.recommender.engine.forget_waiting()
+                while waiting or asked:
+                    started = time.perf_counter()
+                    for prepared, future in waiting:
+                        self._stats["prompt_tokens"] += len(prepared.search.prompt)
+                        asked.add(future)
+                        engine.submit(prepared.search, self._answer(prepared, future))
+                    if engine.step():
+                        self._stats["batches"] += 1
+                    asked = {future for future in asked if not future.done()}
+                    self._stats["replays"] = engine.num_replays
+                    self._stats["busy_seconds"] += time.perf_counter() - started
+                    waiting = self._collect(None)
+            finally:  # an engine that failed stops the thread, but whoever waits is told; the next user must not find them
+                engine.forget_waiting()
+                self._fail_unanswered(asked)
 
     @staticmethod
     def _fail_unanswered(futures: Iterable[Future[Recommendation]]) -> None:
@@ -121,11 +128,13 @@ class EngineLoop:
                     RequestError("engine_failed", "The engine failed.", "See the server's log; restart it.", status=500)
                 )
 
-    def _collect(self) -> list[tuple[Prepared, Future[Recommendation]]]:
-        """What waits now, up to one batch; a future that its client cancelled is left out."""
-        waiting: list[tuple[Prepared, Future[Recommendation]]] = []
-        limit = self.recommender.engine.config.limits.max_requests
-        timeout: float | None = _IDLE_WAIT_S
+    def _collect(self, timeout: float | None) -> list[Asked]:
+        """What waits now, up to two batches (one to run, one to be launched meanwhile); cancelled futures are left out.
+
+        timeout: seconds to wait for the first; None: do not wait.
+        """
+        waiting: list[Asked] = []
+        limit = 2 * self.recommender.engine.config.limits.max_requests - self.recommender.engine.num_waiting
         while len(waiting) < limit:
             try:
                 prepared, future = self._queue.get(block=timeout is not None, timeout=timeout)
