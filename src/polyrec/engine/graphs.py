@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..attention.layout import packed_layout
 from ..core.config import Settings
 from ..hardware.base.attention import PackedLayout
 from ..hardware.base.backend import HardwareBackend
@@ -39,6 +40,12 @@ class GraphSizes(Settings):
     filter_keys: int = Field(65_536, ge=1)
     max_tokens: int = Field(16_384, ge=1)
     max_rows: int = Field(16_384, ge=1)
+
+
+def graph_sizes(max_width: int) -> GraphSizes:
+    """The usual sizes for requests of at most `max_width` beams."""
+    usual = GraphSizes()
+    return usual.model_copy(update={"widths": (*(width for width in usual.widths if width < max_width), max_width)})
 
 
 class Fallback(Protocol):
@@ -145,7 +152,7 @@ class GraphRunner:
         move = self._backend.runtime.to_device
         tokens = first_from(num_tokens, self._sizes.tokens)
         if tokens is None:
-            layout = PackedLayout(move(batch.lengths), int(batch.lengths.max()), num_tokens)
+            layout = packed_layout(batch.lengths, to_device=move)
             return self._searcher.prefill(
                 Prompts(move(batch.token_ids), move(batch.positions), move(batch.last), layout)
             )
