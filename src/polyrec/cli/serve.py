@@ -37,6 +37,10 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered 429.")] = 256,
     max_n: Annotated[int, typer.Option(help="Largest n and beam_width of a request.")] = 1024,
     max_batch: Annotated[int, typer.Option(help="Most requests in one engine batch.")] = 32,
+    max_batch_tokens: Annotated[int, typer.Option(help="Most prompt tokens in one engine batch.")] = 16_384,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Record no graphs where the platform could: slower, for finding faults.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take before it is answered 504.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
@@ -62,6 +66,8 @@ def serve(
         "max_queue": max_queue,
         "max_n": max_n,
         "max_batch": max_batch,
+        "max_batch_tokens": max_batch_tokens,
+        "eager": eager,
         "timeout": timeout,
         "log_level": log_level.value,
         "score_rule": score_rule,

@@ -37,6 +37,7 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     import torch
 
     from ..engine.engine import EngineConfig
+    from ..engine.graphs import graph_sizes
     from ..engine.loop import EngineLoop
     from ..engine.recommender import Recommender
     from ..engine.scheduler import BatchLimits
@@ -46,10 +47,15 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
         torch.set_num_threads(settings.num_threads)
     backend = get_hardware_backend(settings.hardware)
     config = EngineConfig(
-        score_rule=settings.score_rule, limits=BatchLimits(max_requests=settings.max_batch), model=settings.model
+        score_rule=settings.score_rule,
+        limits=BatchLimits(max_requests=settings.max_batch, max_tokens=settings.max_batch_tokens),
+        graphs=None if settings.eager else graph_sizes(settings.max_n),
+        model=settings.model,
     )
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
+    state.stage = "recording_graphs"
+    recommender.engine.record_graphs()
     state.stage = "warming_up"
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()

@@ -20,6 +20,7 @@ _ENGINE_COUNTERS = (
     ("requests", "polyrec_engine_requests", "Requests the engine finished."),
     ("cancelled", "polyrec_engine_cancelled", "Requests cancelled while they waited."),
     ("batches", "polyrec_engine_batches", "Batches the engine ran."),
+    ("replays", "polyrec_engine_replays", "Recorded graphs the engine replayed."),
     ("prompt_tokens", "polyrec_engine_prompt_tokens", "Prompt tokens the engine read."),
     ("busy_seconds", "polyrec_engine_busy_seconds", "Seconds the engine spent on batches."),
 )

@@ -20,7 +20,8 @@ class ServerSettings(Settings):
     """host, port: where to listen (port 0: the system picks). api_key: asked of every /v1 and /metrics request.
 
     max_queue: requests that may wait; one more gets 429. max_n: largest n and beam_width of a request.
-    max_batch: requests in one engine batch. timeout: seconds a request may take, from its first byte to its answer.
+    max_batch, max_batch_tokens: requests and prompt tokens in one engine batch. eager: without recorded graphs.
+    timeout: seconds a request may take, from its first byte to its answer.
     max_body_bytes: largest request body.
     score_rule: what a score is (core.request.ScoreRule). model: the model flags. hardware: the hardware flags.
     num_threads: CPU threads of the engine (None: torch's choice).
@@ -32,6 +33,8 @@ class ServerSettings(Settings):
     max_queue: int = Field(default=256, ge=1)
     max_n: int = Field(default=1024, ge=1)
     max_batch: int = Field(default=32, ge=1)
+    max_batch_tokens: int = Field(default=16_384, ge=1)
+    eager: bool = False
     timeout: float = Field(default=30.0, gt=0, le=3600, allow_inf_nan=False)
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     log_level: LogLevel = "info"
