@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 from plugin_distributions import ATT, REGISTER, RMS_NORM, on_path, unique, write_plugin
 
 from polyrec.core.config import make_settings
@@ -140,12 +142,26 @@ def test_a_spawned_pool_gets_the_plan_and_its_refusal_reaches_the_parent(tmp_pat
         work = importlib.import_module(f"{package}_worker").work
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             assert pool.submit(work, plan).result(timeout=120) == plan.fingerprint
-            other = HardwarePlan(plan.config, plan.platform, "another", (), {})
+            other = HardwarePlan(plan.config, plan.platform, "another", (), {}, {})
             with pytest.raises(HardwareError) as caught:
                 pool.submit(work, other).result(timeout=120)
     assert caught.value.code == "plan_differs"
     assert "norm.rms_norm: here" in caught.value.message
     assert "in the parent absent" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["polyrec", "torch"])
+def test_another_version_of_what_built_in_operations_are_of_is_refused(monkeypatch, name):
+    plan = planned()
+    if name == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.0.0")
+    else:
+        monkeypatch.setattr("polyrec.hardware.process.__version__", "2.0.0")
+    assert planned().fingerprint != plan.fingerprint
+    words = rf"\W{name}: here 2\.0\.0, in the parent {re.escape(plan.versions[name])}"
+    with pytest.raises(HardwareError, match=words) as caught:
+        check_plan(build_hardware_backend(plan.config), plan)
+    assert caught.value.code == "plan_differs"
 
 
 def test_a_plan_of_another_platform_differs(monkeypatch):

@@ -8,6 +8,9 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from .. import __version__
 from ..core.config import make_settings
 from ..core.errors import HardwareError, PolyrecError
 from .attention_choice import AttentionChoice
@@ -25,7 +28,8 @@ from .table import implementation_name, resolve
 class HardwarePlan:
     """What a parent process runs on, for its workers: picklable, JSON-able by `to_dict`, compared by `fingerprint`.
 
-    rows: the op table. attention: what is asked for, the order of the built-in ones, and the plugins' by name.
+    rows: the op table. attention: what is asked for, the order of the built-in ones, and the plugins' by name. versions: of
+    the packages that built-in operations are of.
     """
 
     config: HardwareConfig
@@ -33,6 +37,7 @@ class HardwarePlan:
     fingerprint: str
     rows: tuple[dict[str, Any], ...]
     attention: dict[str, Any]
+    versions: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it; `from_dict` reads it back."""
@@ -42,13 +47,15 @@ class HardwarePlan:
             "fingerprint": self.fingerprint,
             "rows": list(self.rows),
             "attention": self.attention,
+            "versions": self.versions,
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HardwarePlan:
         """The plan that `to_dict` wrote."""
         config = make_settings(HardwareConfig, values["config"], "the parent's plan")
-        return cls(config, values["platform"], values["fingerprint"], tuple(values["rows"]), values["attention"])
+        rest = (values["attention"], values["versions"])
+        return cls(config, values["platform"], values["fingerprint"], tuple(values["rows"]), *rest)
 
 
 _chosen: list[tuple[HardwareConfig, HardwareBackend]] = []  # one per process, as DESIGN section 5 allows
@@ -113,13 +120,18 @@ def _construct(choice: Choice) -> HardwareBackend:
 def plan_of(config: HardwareConfig, backend: HardwareBackend) -> HardwarePlan:
     """What a worker of this process must run on."""
     rows = tuple(json.loads(json.dumps(row.to_dict())) for row in backend.table.rows)
-    return HardwarePlan(config, backend.platform_name, fingerprint(backend), rows, _attention_of(backend))
+    return HardwarePlan(config, backend.platform_name, fingerprint(backend), rows, _attention_of(backend), versions())
 
 
 def fingerprint(backend: HardwareBackend) -> str:
     """SHA-256 of the platform, its operations and its attention: their implementations, plugins and versions."""
-    parts = [backend.platform_name, API_VERSION, backend.table.fingerprint, _attention_of(backend)]
+    parts = [backend.platform_name, versions(), backend.table.fingerprint, _attention_of(backend)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What built-in operations are of, and what plugins are written against."""
+    return {"polyrec": __version__, "polyrec.plugin_api": API_VERSION, "torch": str(torch.__version__)}
 
 
 def check_plan(backend: HardwareBackend, plan: HardwarePlan) -> None:
@@ -139,10 +151,15 @@ def check_plan(backend: HardwareBackend, plan: HardwarePlan) -> None:
         for key in own
         if own[key] != plan.attention.get(key)
     ]
+    differing += [
+        f"{name}: here {version}, in the parent {plan.versions.get(name)}"
+        for name, version in versions().items()
+        if version != plan.versions.get(name)
+    ]
     raise HardwareError(
         "plan_differs",
         f"This worker (platform '{backend.platform_name}') does not run what its parent ('{plan.platform}') runs. "
-        + ("; ".join(differing) or "They are of different versions of Polyrec")
+        + ("; ".join(differing) or "Their platforms differ")
         + ".",
         "Install the same packages in the same versions for both processes.",
     )
