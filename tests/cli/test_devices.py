@@ -272,6 +272,18 @@ def test_what_a_platform_prints_is_not_in_the_json(machine, report, polyrec):
     assert "here I am" in polyrec("devices", "--json").stderr
 
 
+def test_what_others_wrote_is_shown_as_it_is(machine, report, polyrec, monkeypatch):
+    """Square brackets are markup to what prints the tables."""
+    monkeypatch.setattr(Abacus, "remark", "Beads [red] and [/wood].")
+    monkeypatch.setattr(Loom, "probe", probing(Probe.failed("the warp [bold]is[/] torn")))
+    machine(Abacus, Loom)
+    attention = Registry("attention", {"sdpa": registry._ATTENTION.path("sdpa"), "a[/b]": f"{MODULE}:Elsewhere"})
+    monkeypatch.setattr(registry, "_ATTENTION", attention)
+    shown = " ".join(polyrec("devices").output.split())
+    for words in ("Beads [red] and [/wood].", "the warp [bold]is[/] torn", "a[/b]"):
+        assert words in shown
+
+
 def test_tables_for_people_are_whole_at_100_columns(machine, monkeypatch):
     from typer.testing import CliRunner
 

@@ -71,7 +71,12 @@ def test_a_missing_module_and_a_missing_attribute_are_told_apart():
 
 @pytest.mark.parametrize(
     ("text", "cause"),
-    [("value = {}['key']", KeyError), ("raise RuntimeError('driver 1 is too old')", RuntimeError), ("(", SyntaxError)],
+    [
+        ("value = {}['key']", KeyError),
+        ("raise RuntimeError('driver 1 is too old')", RuntimeError),
+        ("(", SyntaxError),
+        ("raise SystemExit('no licence')", SystemExit),
+    ],
 )
 def test_whatever_a_module_raises_is_told_and_kept_as_the_cause(modules, text, cause):
     module = modules("polyrec_test_faulty", text)

@@ -37,13 +37,13 @@ def _platforms(platforms: list[dict[str, Any]]) -> Table:
     for found in platforms:
         words = " ".join(text for text in (found["reason"], found["remark"]) if text)
         devices = "\n".join(f"{index}: {name}" for index, name in enumerate(found["devices"]))
-        table.add_row(found["name"], STATES[found["state"]], escape(devices), escape(words))
+        table.add_row(escape(found["name"]), STATES[found["state"]], escape(devices), escape(words))
     return table
 
 
 def _show_chosen(chosen: dict[str, Any], console: Console) -> None:
     console.print(
-        f"Chosen: [bold]{escape(chosen['platform'])}[/] on {escape(chosen['device'])}. {chosen['remark']}".rstrip()
+        f"Chosen: [bold]{escape(chosen['platform'])}[/] on {escape(chosen['device'])}. {escape(chosen['remark'])}".rstrip()
     )
     for device in chosen["devices"]:
         memory = device["memory"]
@@ -67,8 +67,10 @@ def _attention(attention: dict[str, Any]) -> Table:
     table = _table("Attention", "backend", "from", "usable", "lacking")
     for found in attention["backends"]:
         usable = "[green]yes[/]" if found["usable"] else "[red]no[/]"
-        chosen = f", {attention['asked']} picks it" if found["name"] == attention["picked"] else ""
-        table.add_row(found["name"], escape(found["source"]), usable + chosen, escape("; ".join(found["lacking"])))
+        chosen = f", {escape(attention['asked'])} picks it" if found["name"] == attention["picked"] else ""
+        table.add_row(
+            escape(found["name"]), escape(found["source"]), usable + chosen, escape("; ".join(found["lacking"]))
+        )
     return table
 
 

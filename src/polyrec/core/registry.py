@@ -65,7 +65,8 @@ class Registry:
         module_name, _, attribute = path.partition(":")
         try:
             found: Any = importlib.import_module(module_name)
-        except Exception as error:  # a vendor's module may fail in any way: a missing library, a driver that refuses
+        # A vendor's module may fail in any way: a missing library, a driver that refuses, an exit.
+        except (Exception, SystemExit) as error:
             lacking = getattr(error, "name", None) or module_name
             raise RegistryError(
                 f"{self.kind}_import_failed",
