@@ -156,3 +156,11 @@ def test_repeated_special_token_is_refused():
 
 def test_padded_vocab_size():
     assert [padded_vocab_size(n) for n in (1, 255, 256, 257, 151_669)] == [256, 256, 256, 512, 151_808]
+
+
+def test_words_are_plain_tokens_before_the_sids():
+    tokenizer = build_tokenizer((2, 2), specials=["<|basket|>"], words=["w3", "w4"])
+    assert tokenizer.encode("w4 <s_a_1>w3 other").ids == [4, 6, 3, 1]
+    assert tokenizer.decode([3, 2], skip_special_tokens=True) == "w3"
+    with pytest.raises(CatalogError):
+        build_tokenizer((2, 2), words=["<s_a_0>"])

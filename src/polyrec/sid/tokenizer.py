@@ -36,16 +36,20 @@ def sid_tokens(codebook_sizes: Sequence[int]) -> list[str]:
     return [*codes, BEGIN, END]
 
 
-def build_tokenizer(codebook_sizes: Sequence[int], specials: Sequence[str] = ()) -> Tokenizer:
-    """A small new tokenizer: `<|endoftext|>` (0, padding), `<unk>` (1), `specials`, then the SID tokens.
+def build_tokenizer(
+    codebook_sizes: Sequence[int], specials: Sequence[str] = (), words: Sequence[str] = ()
+) -> Tokenizer:
+    """A new tokenizer: `<|endoftext|>` (0, padding), `<unk>` (1), `specials`, `words` (plain ones), then the SID tokens.
 
     Text is split at SID tokens and at white space; a word that is no token is `<unk>`.
     """
     reserved = [PAD, UNKNOWN, *specials]
-    texts = [*reserved, *sid_tokens(codebook_sizes)]
+    texts = [*reserved, *words, *sid_tokens(codebook_sizes)]
     if len(set(texts)) != len(texts):
         raise CatalogError(
-            "special_tokens_repeated", f"Special tokens {reserved} repeat a token.", "Give each token its own text."
+            "special_tokens_repeated",
+            f"Special tokens {reserved} or words repeat a token.",
+            "Give each token its own text.",
         )
     # SID tokens live in the word list, not among the added tokens: tens of thousands of added tokens make the file
     # seven times larger and loading through transformers forty times slower (measured with 3 x 8192 codes).

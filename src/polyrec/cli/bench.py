@@ -1,0 +1,323 @@
+"""`polyrec bench`: flags to cases, then a measurement, its table, and its JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..hardware.base.config import HardwareConfig
+from .hardware_flags import hardware_flags
+
+if TYPE_CHECKING:
+    from ..bench.cases import Target
+    from ..bench.serve import Clients
+    from ..models.options import ModelOptions
+
+app = typer.Typer(help="Measure the engine and the server, on a model of yours or on a synthetic one.")
+
+Folder = Annotated[Path, typer.Argument(help="A model folder: of `polyrec train`, or of `polyrec bench make-model`.")]
+Cases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--case", help="TOKENS:N:LOADS or hITEMS:N:LOADS, as 2455:50:1,8; repeatable, instead of the four flags."
+    ),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, at least.")]
+History = Annotated[int | None, typer.Option(min=1, help="Items of each history, instead of --tokens.")]
+Width = Annotated[int, typer.Option("-n", "--n", min=1, help="Items that come back, which is the beam width.")]
+Batch = Annotated[str, typer.Option(help="Requests in a batch; several as 1,8,32.")]
+ClientCounts = Annotated[str, typer.Option(help="Clients that ask at once; several as 1,8,32.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Batches, or requests of each client, before the clock starts.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of activations and unquantised weights.")
+]
+Quantization = Annotated[Literal["auto", "none", "fp8"], typer.Option(help="auto follows the checkpoint.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="A setting of the engine, as limits.max_requests=8.")]
+Profile = Annotated[Path | None, typer.Option(help="A Chrome trace to write (chrome://tracing, Perfetto).")]
+Out = Annotated[Path | None, typer.Option(help="JSON to write: all figures, date, commit and machine.")]
+Plot = Annotated[Path | None, typer.Option(help="PNG to write: latency and requests per second over the load.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The JSON on standard output instead of the table.")]
+Url = Annotated[str | None, typer.Option(help="A running server of FOLDER; without it, one is started.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="POLYREC_API_KEY", show_default=False, help="The server's key.")]
+Processes = Annotated[int, typer.Option(min=1, help="Processes that the clients are spread over, at most.")]
+
+
+@app.command("make-model")
+@hardware_flags
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="The model folder to make.")],
+    shape: Annotated[str, typer.Option(help="onerec-1.7b, qwen3-0.6b or tiny.")] = "onerec-1.7b",
+    items: Annotated[int | None, typer.Option(min=1, help="Items of the catalog, instead of the shape's.")] = None,
+    max_items: Annotated[int, typer.Option(min=1, help="Longest history of a prompt, in items.")] = 2_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and catalog.")] = 0,
+    *,
+    hardware: HardwareConfig,
+) -> None:
+    """Write a model of random weights with a catalog of random SIDs, ready to serve."""
+    from ..bench.make_model import make_model as write
+    from ..hardware import get_hardware_backend
+
+    write(folder, shape, get_hardware_backend(hardware), num_items=items, max_items=max_items, seed=seed)
+    _say(f"wrote {folder}")
+
+
+@app.command()
+@hardware_flags
+def offline(
+    folder: Folder,
+    case: Cases = None,
+    tokens: Tokens = 2455,
+    history: History = None,
+    n: Width = 50,
+    batch: Batch = "1",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each case, made up to whole batches.")] = 64,
+    warmup: Warmup = 5,
+    dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
+    set: Sets = None,
+    profile: Profile = None,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    *,
+    hardware: HardwareConfig,
+) -> None:
+    """Measure the search in this process: no HTTP, prompts built beforehand."""
+    from ..bench import kernels, offline
+    from ..bench.cases import Target
+
+    run = _Run(hardware)
+    target = Target.read(folder)
+    cases = target.cases(case or [_case(tokens, history, n, batch)])
+    recommender, _ = offline.load(target, cases, run.backend, _options(dtype, quantization), set or ())
+    results = []
+    for one in cases:
+        results.append(offline.run_case(recommender, target, one, -(-requests // one.load), warmup))
+        if profile is not None:
+            trace = profile if len(cases) == 1 else profile.with_stem(f"{profile.stem}-{one.items}-{one.n}-{one.load}")
+            kernels.write_trace(recommender, target, one, run.backend.runtime, trace)
+    columns = (
+        "tokens",
+        "n",
+        "batch",
+        "p50_ms",
+        "p90_ms",
+        "p99_ms",
+        "requests_per_second",
+        "answer_ms",
+        "faulty_answers",
+    )
+    _finish(run.facts("offline", target, results), columns, out, plot, as_json, "batch")
+
+
+@app.command()
+@hardware_flags
+def kernels(
+    folder: Folder,
+    case: Cases = None,
+    tokens: Tokens = 2455,
+    history: History = None,
+    n: Width = 50,
+    batch: Batch = "1",
+    batches: Annotated[int, typer.Option(min=1, help="Batches of each case.")] = 10,
+    tflops: Annotated[float | None, typer.Option(help="Ceiling of products, TFLOP/s; else measured.")] = None,
+    tb_per_s: Annotated[float | None, typer.Option(help="Ceiling of copies, TB/s; else measured.")] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
+    set: Sets = None,
+    profile: Profile = None,
+    out: Out = None,
+    as_json: AsJson = False,
+    *,
+    hardware: HardwareConfig,
+) -> None:
+    """Tell where a batch's time goes: kernels by family, gaps, share of the roofline."""
+    from ..bench import kernels, offline
+    from ..bench.cases import Target
+    from ..bench.report import table
+    from ..bench.roofline import Ceilings, measure_ceilings
+
+    run = _Run(hardware)
+    target = Target.read(folder)
+    cases = target.cases(case or [_case(tokens, history, n, batch)])
+    recommender, model = offline.load(target, cases, run.backend, _options(dtype, quantization), set or ())
+    if tflops is None or tb_per_s is None:
+        measured = measure_ceilings(run.backend.runtime, model.head_weight.dtype)
+        tflops, tb_per_s = tflops or measured.tflops, tb_per_s or measured.tb_per_s
+    ceilings = Ceilings(tflops, tb_per_s)
+    results: list[dict[str, Any]] = []
+    for one in cases:
+        trace = profile if profile is None or len(cases) == 1 else profile.with_stem(f"{profile.stem}-{len(results)}")
+        found = kernels.run_case(
+            recommender, model, target, one, run.backend.runtime, ceilings, batches=batches, trace=trace
+        )
+        results.append(found)
+        if not as_json:
+            print(
+                table(("family", "ms", "launches", "share"), [tuple(row.values()) for row in found["families"]]), "\n"
+            )
+    columns = ("tokens", "n", "batch", "wall_ms", "busy_ms", "gaps_ms", "launches", "roofline_ms", "roofline_share")
+    facts = run.facts("kernels", target, results) | {"ceilings": {"tflops": tflops, "tb_per_s": tb_per_s}}
+    _finish(facts, columns, out, None, as_json, "batch")
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    folder: Folder,
+    url: Url = None,
+    case: Cases = None,
+    tokens: Tokens = 2455,
+    history: History = None,
+    n: Width = 50,
+    clients: ClientCounts = "1,8,32",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each case.")] = 200,
+    warmup: Warmup = 3,
+    rate: Annotated[
+        str | None, typer.Option(help="Requests a second at random times, several as 10,50, instead of --clients.")
+    ] = None,
+    processes: Processes = 4,
+    api_key: ApiKey = None,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a server over HTTP. What follows -- goes to the `polyrec serve` that is started."""
+    from ..bench import serve
+    from ..bench.cases import Target
+
+    run = _Run(None)
+    target = Target.read(folder)
+    rates = [None] if rate is None else [float(value) for value in rate.split(",")]
+    cases = target.cases(case or [_case(tokens, history, n, clients if rate is None else "1")])
+    with ExitStack() as stack:
+        asked, ready = _clients(stack, target, url, processes, api_key, context.args)
+        results = [serve.run_case(asked, one, requests, warmup, value) for one in cases for value in rates]
+    load = "clients" if rate is None else "rate"
+    columns = ("tokens", "n", load, "requests", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
+    facts = run.facts("serve", target, results) | {"ready_seconds": ready, "server_options": context.args}
+    _finish(facts, columns, out, plot, as_json, load)
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def cache(
+    context: typer.Context,
+    folder: Folder,
+    url: Url = None,
+    case: Cases = None,
+    tokens: Tokens = 2455,
+    history: History = None,
+    n: Width = 50,
+    clients: ClientCounts = "1",
+    users: Annotated[int, typer.Option(min=1, help="Users, each of whom comes twice.")] = 50,
+    new_items: Annotated[int, typer.Option(min=1, help="Items that a history has grown by.")] = 4,
+    processes: Processes = 4,
+    api_key: ApiKey = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure users who return with a few items more. What follows -- goes to the server that is started."""
+    from ..bench import serve
+    from ..bench.cases import Target
+    from ..core.errors import ConfigError
+
+    run = _Run(None)
+    target = Target.read(folder)
+    cases = target.cases(case or [_case(tokens, history, n, clients)])
+    if short := next((one for one in cases if one.items <= new_items), None):
+        raise ConfigError(
+            "case_out_of_range",
+            f"A history of {short.items} items cannot have grown by {new_items}.",
+            "Ask for longer histories, or for fewer new items.",
+        )
+    with ExitStack() as stack:
+        asked, ready = _clients(stack, target, url, processes, api_key, context.args)
+        results = []
+        for one in cases:
+            for visit, found in serve.run_returning(asked, one, users, new_items).items():
+                results.append({"visit": visit, **found})
+    columns = ("visit", "tokens", "n", "clients", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
+    facts = run.facts("cache", target, results) | {"ready_seconds": ready, "server_options": context.args}
+    _finish(facts, columns, out, None, as_json, "clients")
+
+
+class _Run:
+    """The hardware of a measurement, if it is this process's, and what is written of every one."""
+
+    def __init__(self, hardware: HardwareConfig | None) -> None:
+        from ..bench.report import origin
+
+        if hardware is not None:
+            from ..hardware import get_hardware_backend
+
+            self.backend = get_hardware_backend(hardware)
+        self._origin = origin(None if hardware is None else self.backend.runtime.device_name())
+
+    def facts(self, mode: str, target: Target, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """The JSON of a run."""
+        model = {"folder": target.path.name, "items": len(target.catalog), "depth": target.catalog.depth}
+        return {"mode": mode, "origin": self._origin, "model": model, "results": results}
+
+
+def _case(tokens: int, history: int | None, n: int, loads: str) -> str:
+    return f"{tokens if history is None else f'h{history}'}:{n}:{loads}"
+
+
+def _options(dtype: Any, quantization: Any) -> ModelOptions:
+    from ..models.options import ModelOptions
+
+    return ModelOptions(dtype=dtype, quantization=quantization)
+
+
+def _clients(
+    stack: ExitStack, target: Target, url: str | None, processes: int, api_key: str | None, options: Sequence[str]
+) -> tuple[Clients, float | None]:
+    """Clients of the server at `url`, or of one that runs while `stack` is open; then also the seconds until it was ready."""
+    from ..bench.serve import Clients
+    from ..bench.server import own_server
+    from ..core.errors import ConfigError
+
+    if url is not None and options:
+        raise ConfigError(
+            "server_options_unused", f"{' '.join(options)} would go to a server that --url replaces.", "Leave one out."
+        )
+    ready = None
+    if url is None:
+        key = [] if api_key is None else ["--api-key", api_key]
+        url, ready = stack.enter_context(own_server(target.path, [*key, *options]))
+    return Clients(url, target, processes, api_key), ready
+
+
+def _finish(
+    facts: dict[str, Any], columns: Sequence[str], out: Path | None, plot: Path | None, as_json: bool, load: str
+) -> None:
+    """Prints and writes; exit status 1 when an answer was wrong."""
+    from ..bench.plot import plot_load
+    from ..bench.report import table
+    from ..core.files import write_json
+
+    results = facts["results"]
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        print(table(columns, [[result.get(column) for column in columns] for result in results]))
+    if out is not None:
+        write_json(out, facts)
+    if plot is not None:
+        plot_load(results, plot, load)
+    wrong = [result for result in results if result.get("faulty_answers")]
+    for result in wrong:
+        _say(f"{result['faulty_answers']} of {result['requests']} answers are wrong: {result['first_fault']}")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    from ..core.console import status_console
+
+    status_console().print(text, highlight=False, markup=False, soft_wrap=True)

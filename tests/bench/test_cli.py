@@ -1,0 +1,126 @@
+"""`polyrec bench` as a user runs it, on a small synthetic model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from polyrec.bench.offline import fault_of_scores, with_settings
+from polyrec.core.errors import ConfigError
+from polyrec.engine.batching import SearchResult
+
+
+def bench(*words, status=0):
+    """Standard output and error of one command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "polyrec.cli.main", "bench", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "tiny"
+    bench("make-model", folder, "--shape", "tiny", "--items", 2000, "--max-items", 60)
+    return folder
+
+
+def test_offline_measures_each_case_and_writes_figures_picture_and_traces(folder, tmp_path):
+    out, plot, trace = tmp_path / "o.json", tmp_path / "o.png", tmp_path / "t.json"
+    words = ["--case", "h9:8:1,3", "--case", "h20:40:2", "--requests", "7", "--warmup", "1"]
+    stdout, _ = bench("offline", folder, *words, "--out", out, "--plot", plot, "--profile", trace, "--json")
+    facts = json.loads(out.read_text())
+    assert json.loads(stdout) == facts
+    assert [(row["items"], row["n"], row["batch"]) for row in facts["results"]] == [(9, 8, 1), (9, 8, 3), (20, 40, 2)]
+    assert [row["requests"] for row in facts["results"]] == [7, 9, 8]
+    for row in facts["results"]:
+        assert row["faulty_answers"] == 0
+        assert 0 < row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
+    assert facts["origin"]["command"].startswith("polyrec bench offline tiny")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    names = sorted(path.name for path in tmp_path.glob("t-*.json"))
+    assert names == ["t-20-40-2.json", "t-9-8-1.json", "t-9-8-3.json"]
+    assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
+
+
+def test_kernels_name_where_the_time_goes(folder):
+    words = ["--history", "9", "--n", "8", "--batch", "2", "--batches", "2", "--tflops", "0.1", "--tb-per-s", "0.02"]
+    facts = json.loads(bench("kernels", folder, *words, "--json")[0])
+    (row,) = facts["results"]
+    assert facts["ceilings"] == {"tflops": 0.1, "tb_per_s": 0.02}
+    assert {"products", "attention", "norms"} <= {family["family"] for family in row["families"]}
+    assert row["busy_ms"] == pytest.approx(sum(family["ms"] for family in row["families"]))
+    assert row["wall_ms"] == pytest.approx(row["busy_ms"] + row["gaps_ms"])
+    assert row["roofline_ms"] == pytest.approx(sum(phase["least_ms"] for phase in row["phases"]))
+    assert [phase["name"] for phase in row["phases"]] == ["prefill", "pass 1", "pass 2"]
+
+
+def test_serve_starts_a_server_and_checks_its_answers(folder, tmp_path):
+    plot = tmp_path / "s.png"
+    words = ["--case", "h9:8:1,3", "--requests", "12", "--warmup", "1", "--plot", plot, "--json"]
+    facts = json.loads(bench("serve", folder, *words, "--", "--num-threads", "1")[0])
+    assert [row["clients"] for row in facts["results"]] == [1, 3]
+    for row, warm in zip(facts["results"], (1, 3), strict=True):
+        assert (row["requests"], row["faulty_answers"]) == (12, 0)
+        assert row["counters"]["polyrec_engine_requests_total"] == 12 + warm
+    assert facts["ready_seconds"] > 0
+    assert facts["server_options"] == ["--num-threads", "1"]
+    assert plot.is_file()
+
+
+def test_an_open_loop_has_rates_instead_of_clients(folder):
+    words = ["--history", "9", "--n", "8", "--rate", "40,80", "--requests", "10", "--json"]
+    facts = json.loads(bench("serve", folder, *words)[0])
+    assert [(row["rate"], row["clients"], row["requests"]) for row in facts["results"]] == [
+        (40.0, None, 10),
+        (80.0, None, 10),
+    ]
+
+
+def test_cache_asks_every_user_twice(folder):
+    words = ["--history", "9", "--n", "8", "--users", "5", "--new-items", "2", "--json"]
+    first, returning = json.loads(bench("cache", folder, *words)[0])["results"]
+    assert (first["visit"], first["items"], first["requests"]) == ("first_visit", 7, 5)
+    assert (returning["visit"], returning["items"], returning["requests"]) == ("returning", 9, 5)
+    assert first["faulty_answers"] == returning["faulty_answers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["offline", "--case", "9:8"], "case_invalid"),
+        (["offline", "--history", "61"], "case_out_of_range"),
+        (["offline", "--history", "9", "--set", "limits.max_requests"], "setting_invalid"),
+        (["offline", "--history", "9", "--set", "limits.max_request=3"], "config_invalid"),
+        (["cache", "--history", "3", "--new-items", "3"], "case_out_of_range"),
+        (["serve", "--url", "http://127.0.0.1:9", "--history", "3", "--", "--port", "1"], "server_options_unused"),
+        (["serve", "--history", "3", "--", "--max-batch", "0"], "server_ended"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(folder, words, code):
+    _, told = bench(words[0], folder, *words[1:], status=2)
+    assert code in told
+
+
+def test_settings_reach_into_groups():
+    assert with_settings({"a": {"b": 1}}, ["a.c=2", "d=none", "e.f.g=x=y"]) == {
+        "a": {"b": 1, "c": "2"},
+        "d": None,
+        "e": {"f": {"g": "x=y"}},
+    }
+    for text in ("a", "=3", "a.=3", "a.b.c=3"):
+        with pytest.raises(ConfigError):
+            with_settings({"a": {"b": 1}}, [text])
+
+
+@pytest.mark.parametrize("scores", [[-1.0, -0.5], [-1.0, float("nan")], [float("-inf")]])
+def test_scores_out_of_order_are_a_fault(scores):
+    assert fault_of_scores(SearchResult([], scores))
+    assert fault_of_scores(SearchResult([], [-0.5, -0.5, -2.0])) is None

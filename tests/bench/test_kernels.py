@@ -1,0 +1,101 @@
+"""Families of kernels, their times, and the least work of a search."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from polyrec.bench.kernels import Kernel, by_family, family_of, kernels_of
+from polyrec.bench.make_model import make_model, weight_shapes
+from polyrec.bench.roofline import Ceilings, Phase, measure_ceilings, phases
+from polyrec.engine.folder import read_folder
+from polyrec.hardware import HardwareConfig
+from polyrec.hardware.process import build_hardware_backend
+from polyrec.models.checkpoint import load_model
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...e4m3...>>", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("prompt_kernel", "attention"),
+        ("qk_norm_rotary_kernel", "rotary and cache"),
+        ("add_rms_norm_fp8_kernel", "norms"),
+        ("silu_and_mul_fp8_kernel", "activation"),
+        ("quantize_rows_kernel", "quantise"),
+        ("select_kernel", "search"),
+        ("count_kernel", "search"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("aten::mm", "products"),
+        ("aten::embedding", "embedding and gather"),
+        ("void at::native::elementwise_kernel<128, 2, ...>", "other"),
+    ],
+)
+def test_names_belong_to_families(name, family):
+    assert family_of(name) == family
+
+
+@dataclass
+class Event:
+    name: str
+    device_type: DeviceType
+    device_time_total: float = 0.0
+    self_cpu_time_total: float = 0.0
+
+
+def test_a_devices_kernels_count_and_the_hosts_operations_only_without_one():
+    host = [Event("aten::mm", DeviceType.CPU, 99, 7), Event("aten::mm", DeviceType.CPU, 99, 5)]
+    device = [Event("gemm", DeviceType.CUDA, 30), Event("gemm", DeviceType.CUDA, 50), Event("sync", DeviceType.CUDA, 0)]
+    assert kernels_of(host) == [Kernel("aten::mm", 2, 12)]
+    assert kernels_of([*host, *device]) == [Kernel("gemm", 2, 80)]
+
+
+def test_families_share_the_time_of_a_batch():
+    kernels = [Kernel("gemm_a", 10, 4000.0), Kernel("gemm_b", 2, 2000.0), Kernel("rms_norm", 4, 1000.0)]
+    assert by_family(kernels, batches=2, wall_ms=10.0) == [
+        {"family": "products", "ms": 3.0, "launches": 6.0, "share": 0.3},
+        {"family": "norms", "ms": 0.5, "launches": 2.0, "share": 0.05},
+    ]
+
+
+def test_a_phase_takes_the_longer_of_arithmetic_and_traffic():
+    ceilings = Ceilings(tflops=2.0, tb_per_s=0.5)
+    assert Phase("a", 1, flops=4e12, bytes=1e9).seconds(ceilings) == pytest.approx(2)
+    assert Phase("b", 1, flops=1e9, bytes=2e12).seconds(ceilings) == pytest.approx(4)
+
+
+def test_the_least_work_is_counted_product_by_product(tmp_path):
+    """Against sums over the checkpoint's own matrices: 2 flops a weight and row, 4 · head size a head, query and key."""
+    backend = build_hardware_backend(HardwareConfig())
+    folder = make_model(tmp_path / "model", "tiny", backend, num_items=500)
+    model, layout = load_model(folder, backend), read_folder(folder).layout
+    config = model.config
+    tokens, n, batch = 41, 6, 3
+    weights = sum(a * b for name, (a, *rest) in weight_shapes(config) if "layers" in name for b in rest)
+    bytes_each = model.head_weight.element_size()
+    heads, layers = config.num_attention_heads * config.head_dim, config.num_hidden_layers
+    kv = 2 * config.num_key_value_heads * config.head_dim * layers * bytes_each
+    head = 64 * config.hidden_size
+    prefill, first, second = phases(model, layout, tokens, n, batch)
+    causal = sum(query + 1 for query in range(tokens))
+    assert prefill.flops == pytest.approx(
+        2 * weights * batch * tokens + 4 * heads * layers * batch * causal + 2 * head * batch
+    )
+    assert prefill.bytes == pytest.approx((weights + head) * bytes_each + kv * batch * tokens)
+    for level, phase in ((1, first), (2, second)):
+        keys = tokens + level
+        assert phase.rows == batch * n
+        assert phase.flops == pytest.approx(batch * n * (2 * weights + 4 * heads * layers * keys + 2 * head))
+        read = batch * (tokens + n * (level - 1))
+        assert phase.bytes == pytest.approx((weights + head) * bytes_each + kv * read)
+
+
+def test_ceilings_are_measured_on_the_device():
+    backend = build_hardware_backend(HardwareConfig())
+    found = measure_ceilings(backend.runtime, torch.float32, size=128, repeats=3)
+    assert found.tflops > 0
+    assert found.tb_per_s > 0
