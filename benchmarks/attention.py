@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -117,6 +118,8 @@ def ways_here(facts: dict) -> dict[str, Way]:
             print(f"{name} is left out: {error}")
             continue
         facts["machine"][f"seconds to build {name}"] = round(time.perf_counter() - began, 2)
+        if name == "flashinfer":
+            facts["machine"]["versions"]["flashinfer-python"] = version("flashinfer-python")
 
         def way(lengths: list[int], layout: PackedLayout, attention=attention) -> Run:
             plan = attention.packed(layout)
