@@ -15,7 +15,7 @@ from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.hardware.base.backend import Capabilities
 from polyrec.testing import attention_checks as checks
 from polyrec.testing import platform_checks
-from polyrec.testing.conformance import OpsConformance
+from polyrec.testing.conformance import AttentionConformance, OpsConformance
 
 FLOAT = torch.float32
 
@@ -146,6 +146,14 @@ def test_a_wrong_operation_is_found(hardware):
         OpsConformance().test_op(hardware, "norm.rms_norm")
 
 
+def test_a_fault_in_large_heads_only_is_found(hardware):
+    suite = AttentionConformance()
+    checks.check_packed(wrong.SmallHeadsOnly, hardware, checks.needs_for(wrong.SmallHeadsOnly.support, torch.float32))
+    with pytest.raises(AssertionError, match="head_dim=128"):
+        suite.test_head_sizes(hardware, wrong.SmallHeadsOnly)
+    suite.test_head_sizes(hardware, wrong.SdpaAttention)
+
+
 CASES = """
 from wrong import OwnRows
 from polyrec.attention.sdpa import SdpaAttention
@@ -184,7 +192,8 @@ def test_classes_run_skip_aloud_and_fail(tmp_path, request):
     assert "platform 'ascend' is absent: " in skipped, done.stdout
     assert sum(line.startswith("PASSED") and "::TestNorm::test_op" in line for line in lines) == 2, done.stdout
     failed = {line.split("::")[-1].partition("[")[0].split(" ")[0] for line in lines if line.startswith("FAILED")}
-    assert failed == {"test_beams", "test_beams_of_other_depths", "test_sliding_window", "test_soft_cap", "test_engine"}
+    beams = {"test_beams", "test_beams_of_other_depths", "test_head_sizes"}
+    assert failed == {*beams, "test_sliding_window", "test_soft_cap", "test_engine"}
     assert not any("TestRight" in line for line in lines if line.startswith("FAILED"))
     assert done.returncode == 1
 

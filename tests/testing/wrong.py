@@ -11,7 +11,7 @@ from polyrec.attention.sdpa import PackedPlan, SdpaAttention, SdpaSearch, packed
 from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.cpu.graph import CpuCapturedGraph, CpuGraph
 from polyrec.hardware.backends.cpu.runtime import CpuRuntime, HostEvent
-from polyrec.hardware.base.attention import AttentionPlan
+from polyrec.hardware.base.attention import AttentionPlan, AttentionSupport
 
 
 class Changed(AttentionPlan):
@@ -182,6 +182,19 @@ class ShortPrompt(SdpaAttention):
     def search(self, layout, cache, *, width, num_kept):
         shorter = dataclasses.replace(layout, lengths=(layout.lengths - 1).clamp_min(1))
         return super().search(shorter, cache, width=width, num_kept=num_kept)
+
+
+class SmallHeadsOnly(SdpaAttention):
+    """What comes after a head's first 64 numbers is left out of the scores."""
+
+    support = AttentionSupport(head_dims=(16, 128))
+
+    def packed(self, layout, cache=None):
+        def run(plan_run, layer, query, key, value):
+            seen = torch.arange(query.shape[-1]) < 64
+            return plan_run(layer, query * seen, key, value)
+
+        return Changed(super().packed(layout, cache), run)
 
 
 class SeesPadding(SdpaAttention):

@@ -33,6 +33,7 @@ LENGTHS = (6, 1, 9, 70)
 BRANCH = (0, 0, 0, 1, 1, 2) + (0,) + (0, 0, 1, 1, 1, 2, 2, 3, 3) + (0,) * 40 + (1,) * 15 + (2,) * 15
 WINDOWS = (1, 2, 4, 100)
 SOFT_CAP = 1.5
+SOME_HEAD_DIMS = (8, 20, 64, 80, 96, 128, 256)
 BATCHES = ((5, 1, 9), (2, 3))
 WIDTHS = (2, 3, 3, 4)  # beams of a request in each pass
 _SPARE_SLOTS = 5
@@ -63,12 +64,18 @@ def needs_for(
     window: int | None = None,
     soft_cap: float | None = None,
     train: bool = False,
+    head_dim: int | None = None,
 ) -> AttentionNeeds:
-    """A small model's needs, in the smallest head size that the backend supports."""
-    head_dim = min(support.head_dims) if support.head_dims else 16
+    """A small model's needs. head_dim None: the smallest that the backend supports."""
+    head_dim = head_dim or (min(support.head_dims) if support.head_dims else 16)
     return AttentionNeeds(
         2, *heads, head_dim, dtype=dtype, sliding_window=window, soft_cap=soft_cap, train=train
     )  # fmt: skip
+
+
+def claimed_head_dims(support: AttentionSupport) -> tuple[int, ...]:
+    """All that the backend names; of those that claim any, sizes that models have, and one that is no multiple of 16."""
+    return SOME_HEAD_DIMS if support.head_dims is None else tuple(sorted(set(support.head_dims)))
 
 
 def claimed_dtypes(support: AttentionSupport, hardware: HardwareBackend) -> tuple[torch.dtype, ...]:

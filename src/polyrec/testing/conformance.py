@@ -147,6 +147,12 @@ class AttentionConformance(_OnHardware):
     def test_beams_of_other_depths(self, hardware: Any, cls: Any, widths: tuple[int, ...]) -> None:
         checks.check_beams(cls, hardware, self.needs(hardware, cls, None), widths)
 
+    def test_head_sizes(self, hardware: Any, cls: Any) -> None:
+        for head_dim in checks.claimed_head_dims(cls.support):
+            needs = self.needs(hardware, cls, None, head_dim=head_dim)
+            checks.check_packed(cls, hardware, needs)
+            checks.check_beams(cls, hardware, needs)
+
     @pytest.mark.parametrize("window", checks.WINDOWS)
     def test_sliding_window(self, hardware: Any, cls: Any, window: int) -> None:
         self._check_all(hardware, cls, self.needs(hardware, cls, None, window=window))
