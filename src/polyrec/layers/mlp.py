@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from ..hardware.ops import PlatformOps
+from ..hardware.ops import ActOps, PlatformOps
 from .choices import LayerChoices
 from .linear import QuantizedRows, make_linear
 
@@ -20,11 +23,13 @@ class GatedMLP(nn.Module):
         parts = (intermediate_size, intermediate_size)
         self.gate_up_proj = make_linear(hidden_size, parts, bias=False, ops=ops.linear, choices=choices)
         self.down_proj = make_linear(intermediate_size, (hidden_size,), bias=False, ops=ops.linear, choices=choices)
-        self._ops = ops.act
-        self._activate = self._activate_quantized if choices.activations_quantize else self._ops.silu_and_mul
+        self._activate: Callable[[Tensor], Tensor | QuantizedRows] = ops.act.silu_and_mul
+        if choices.activations_quantize:
+            self._activate = functools.partial(_activate_quantized, ops.act)
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         return self.down_proj(self._activate(self.gate_up_proj(x)))
 
-    def _activate_quantized(self, x: Tensor) -> QuantizedRows:
-        return QuantizedRows(*self._ops.silu_and_mul_fp8(x))
+
+def _activate_quantized(ops: ActOps, x: Tensor) -> QuantizedRows:
+    return QuantizedRows(*ops.silu_and_mul_fp8(x))

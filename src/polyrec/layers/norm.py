@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,27 +26,25 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
         self.eps = eps
-        self._ops = ops
-        self._open: Callable[[Tensor], Normed] = self._open_quantized if quantized else self._open_plain
-        self._carry: Callable[[Tensor, Tensor], tuple[Normed, Tensor]] = (
-            self._carry_quantized if quantized else self._carry_plain
-        )
+        self._open: Callable[[Tensor, Tensor, float], Normed] = ops.rms_norm
+        self._carry: Callable[[Tensor, Tensor, Tensor, float], tuple[Normed, Tensor]] = ops.add_rms_norm
+        if quantized:
+            self._open = functools.partial(_open_quantized, ops)
+            self._carry = functools.partial(_carry_quantized, ops)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Normed, Tensor]:
         """residual None: x opens the stream."""
         if residual is None:
-            return self._open(x), x
-        return self._carry(x, residual)
+            return self._open(x, self.weight, self.eps), x
+        return self._carry(x, residual, self.weight, self.eps)
 
-    def _open_plain(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self.eps)
 
-    def _carry_plain(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+def _open_quantized(ops: NormOps, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+    return QuantizedRows(*ops.rms_norm_fp8(x, weight, eps))
 
-    def _open_quantized(self, x: Tensor) -> QuantizedRows:
-        return QuantizedRows(*self._ops.rms_norm_fp8(x, self.weight, self.eps))
 
-    def _carry_quantized(self, x: Tensor, residual: Tensor) -> tuple[QuantizedRows, Tensor]:
-        values, scale, total = self._ops.add_rms_norm_fp8(x, residual, self.weight, self.eps)
-        return QuantizedRows(values, scale), total
+def _carry_quantized(
+    ops: NormOps, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    values, scale, total = ops.add_rms_norm_fp8(x, residual, weight, eps)
+    return QuantizedRows(values, scale), total
