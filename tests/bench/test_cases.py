@@ -31,7 +31,8 @@ def test_a_history_makes_at_least_the_tokens_asked_for(tokens, basket_token):
 
 
 def test_a_text_gives_a_case_for_each_load():
-    assert target().cases(["h20:7:1,8", "h3:60:2"]) == [Case(20, 7, 1), Case(20, 7, 8), Case(3, 60, 2)]
+    cases = target().cases(["h20:7:1,8", "h3:60:2:400"])
+    assert cases == [Case(20, 7, 1), Case(20, 7, 8), Case(3, 60, 2, requests=400)]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,8 @@ def test_a_text_gives_a_case_for_each_load():
         ("h20:61:1", "case_out_of_range"),
         ("h20:0:1", "case_out_of_range"),
         ("h20:7:0", "case_out_of_range"),
+        ("h20:7:1:0", "case_out_of_range"),
+        ("h20:7:1:", "case_invalid"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(text, code):

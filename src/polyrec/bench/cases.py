@@ -17,16 +17,18 @@ from ..data.prompt import PromptConfig
 from ..sid.catalog import Catalog
 from ..sid.layout import code_token
 
-_CASE = re.compile(r"(?:(?P<tokens>\d+)|h(?P<items>\d+)):(?P<n>\d+):(?P<loads>\d+(?:,\d+)*)")
+_CASE = re.compile(r"(?:(?P<tokens>\d+)|h(?P<items>\d+)):(?P<n>\d+):(?P<loads>\d+(?:,\d+)*)(?::(?P<requests>\d+))?")
 
 
 @dataclass(frozen=True)
 class Case:
-    """items: length of each history. n: items that come back. load: the batch, or the clients that ask at once."""
+    """items: length of each history. n: items that come back. load: the batch, or the clients that ask at once. requests: how
+    many are asked, where the case says so."""
 
     items: int
     n: int
     load: int
+    requests: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Target:
         return items * self.tokens_per_item + 1
 
     def cases(self, texts: list[str]) -> list[Case]:
-        """TOKENS:N:LOAD,LOAD… or hITEMS:N:LOAD,… Errors: ConfigError."""
+        """TOKENS:N:LOAD,LOAD…[:REQUESTS], or hITEMS for TOKENS. Errors: ConfigError."""
         return [case for text in texts for case in self._cases(text)]
 
     def _cases(self, text: str) -> Iterator[Case]:
@@ -67,7 +69,7 @@ class Target:
             raise ConfigError(
                 "case_invalid",
                 f"'{text}' is no case.",
-                "Write TOKENS:N:LOADS or hITEMS:N:LOADS, for example 2455:50:1,8,32.",
+                "Write TOKENS:N:LOADS or hITEMS:N:LOADS, as 2455:50:1,8,32, and :REQUESTS behind it if you like.",
             )
         items = int(match["items"]) if match["items"] else self.items_for(int(match["tokens"]))
         if not 1 <= items <= self.prompt.max_items:
@@ -82,9 +84,9 @@ class Target:
                 "case_out_of_range", f"'{text}' asks for {n} of {len(self.catalog)} items.", "Correct the case."
             )
         for load in match["loads"].split(","):
-            if int(load) < 1:
-                raise ConfigError("case_out_of_range", f"'{text}' asks for a load of {load}.", "Correct the case.")
-            yield Case(items, n, int(load))
+            if int(load) < 1 or match["requests"] == "0":
+                raise ConfigError("case_out_of_range", f"'{text}' asks for nothing.", "Correct the case.")
+            yield Case(items, n, int(load), int(match["requests"]) if match["requests"] else None)
 
     def histories(self, num: int, items: int, seed: int) -> list[list[str]]:
         """Random histories of item ids, [num][items]: no two share a prefix that a cache could use."""

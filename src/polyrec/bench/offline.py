@@ -64,11 +64,13 @@ def prepare(recommender: Recommender, histories: list[list[str]], n: int) -> lis
     return [one for one in prepared if isinstance(one, Prepared)]
 
 
-def run_case(recommender: Recommender, target: Target, case: Case, num_batches: int, warmup: int) -> dict[str, Any]:
-    """Batches of `case.load` different histories, one after another; each answer is checked once the clock has stopped.
+def run_case(recommender: Recommender, target: Target, case: Case, requests: int, warmup: int) -> dict[str, Any]:
+    """Batches of `case.load` different histories, as many as hold the requests, one after another; each answer is checked
+    once the clock has stopped.
 
     latency: of a whole batch. answer_ms: the time that turning a batch's results into items with ids, names and SIDs takes.
     """
+    num_batches = -(-requests // case.load)
     histories = target.histories((warmup + num_batches) * case.load, case.items, fresh_seed())
     prepared = prepare(recommender, histories, case.n)
     batches = [prepared[start : start + case.load] for start in range(0, len(prepared), case.load)]

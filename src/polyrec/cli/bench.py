@@ -24,7 +24,8 @@ Folder = Annotated[Path, typer.Argument(help="A model folder: of `polyrec train`
 Cases = Annotated[
     list[str] | None,
     typer.Option(
-        "--case", help="TOKENS:N:LOADS or hITEMS:N:LOADS, as 2455:50:1,8; repeatable, instead of the four flags."
+        "--case",
+        help="TOKENS:N:LOADS[:REQUESTS], as 2455:50:1,8, or hITEMS for TOKENS; repeatable, instead of the flags.",
     ),
 ]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, at least.")]
@@ -97,7 +98,7 @@ def offline(
     recommender, _ = offline.load(target, cases, run.backend, _options(dtype, quantization), set or ())
     results = []
     for one in cases:
-        results.append(offline.run_case(recommender, target, one, -(-requests // one.load), warmup))
+        results.append(offline.run_case(recommender, target, one, one.requests or requests, warmup))
         if profile is not None:
             trace = profile if len(cases) == 1 else profile.with_stem(f"{profile.stem}-{one.items}-{one.n}-{one.load}")
             kernels.write_trace(recommender, target, one, run.backend.runtime, trace)
@@ -197,7 +198,9 @@ def serve(
     cases = target.cases(case or [_case(tokens, history, n, clients if rate is None else "1")])
     with ExitStack() as stack:
         asked, ready = _clients(stack, target, url, processes, api_key, context.args)
-        results = [serve.run_case(asked, one, requests, warmup, value) for one in cases for value in rates]
+        results = [
+            serve.run_case(asked, one, one.requests or requests, warmup, value) for one in cases for value in rates
+        ]
     load = "clients" if rate is None else "rate"
     columns = ("tokens", "n", load, "requests", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     facts = run.facts("serve", target, results) | {"ready_seconds": ready, "server_options": context.args}
@@ -239,7 +242,7 @@ def cache(
         asked, ready = _clients(stack, target, url, processes, api_key, context.args)
         results = []
         for one in cases:
-            for visit, found in serve.run_returning(asked, one, users, new_items).items():
+            for visit, found in serve.run_returning(asked, one, one.requests or users, new_items).items():
                 results.append({"visit": visit, **found})
     columns = ("visit", "tokens", "n", "clients", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     facts = run.facts("cache", target, results) | {"ready_seconds": ready, "server_options": context.args}
