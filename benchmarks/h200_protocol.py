@@ -1,11 +1,11 @@
 """The shapes that the engine is judged on, measured by `polyrec bench` and set beside what they shall reach.
 
 The model is the OneRec-1.7B shape of random weights with 1.52 million SIDs; it is made first where --model does not exist.
-Each step is a process of its own and leaves its JSON under --out; the table comes last. A step that fails is told and the
+Each step leaves its JSON under --out; the table comes last. A step that fails is told and the
 others go on.
 
     python benchmarks/h200_protocol.py --model /tmp/onerec --out /tmp/results                      # all steps
-    python benchmarks/h200_protocol.py --model /tmp/onerec --out /tmp/results --steps serve cache  # some
+    python benchmarks/h200_protocol.py --model /tmp/onerec --out /tmp/results --steps serve kernels  # some
     python benchmarks/h200_protocol.py … --serve-options "--quantization fp8"                      # flags of `polyrec serve`
 
 On a machine without the repository, say which commit it is: POLYREC_COMMIT=… python benchmarks/h200_protocol.py …
@@ -21,6 +21,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from polyrec.bench.load import LoadError
+from polyrec.bench.server import own_server
 
 SERVE_CASES = (  # the last number: requests that make about five seconds at the aim
     "2455:50:1:300",
@@ -98,24 +101,32 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.model / "polyrec.json").is_file():
         bench("make-model", args.model, "--shape", args.shape)
-    failed = [step for step in args.steps if not STEPS[step](args)]
+    failed = [step for step in args.steps if not attempt(step, args)]
     print(table(args.out))
     if failed:
         print("failed:", ", ".join(failed))
     return bool(failed)
 
 
+def attempt(step: str, args: argparse.Namespace) -> bool:
+    """Runs a step; whether it ended well."""
+    try:
+        return STEPS[step](args)
+    except LoadError as error:
+        print(error, flush=True)
+        return False
+
+
 def serve(args: argparse.Namespace) -> bool:
-    """All cases against one server, whose start is timed too."""
+    """All cases, then users who return with 16 tokens more, all against one server, whose start is timed."""
     cases = [word for case in SERVE_CASES for word in ("--case", case)]
-    files = ("--out", args.out / "serve.json", "--plot", args.out / "serve.png")
-    return bench("serve", args.model, *cases, "--processes", args.processes, *files, "--", *served(args))
-
-
-def cache(args: argparse.Namespace) -> bool:
-    """Users whose history has grown by 16 of 2,457 tokens."""
-    words = ("--case", CACHE_CASE, "--new-items", 4, "--users", 100, "--out", args.out / "cache.json")
-    return bench("cache", args.model, *words, "--", *served(args))
+    with own_server(args.model, shlex.split(args.serve_options)) as (url, ready):
+        (args.out / "ready.json").write_text(json.dumps({"ready_seconds": ready}) + "\n")
+        print(f"ready after {ready:.1f} s", flush=True)
+        files = ("--out", args.out / "serve.json", "--plot", args.out / "serve.png")
+        fine = bench("serve", args.model, "--url", url, *cases, "--processes", args.processes, *files)
+        words = ("--case", CACHE_CASE, "--new-items", 4, "--users", 100, "--out", args.out / "cache.json")
+        return bench("cache", args.model, "--url", url, *words) and fine
 
 
 def offline_bf16(args: argparse.Namespace) -> bool:
@@ -137,11 +148,7 @@ def kernels(args: argparse.Namespace) -> bool:
     return bench("kernels", args.model, *cases, "--quantization", "fp8", *files)
 
 
-STEPS = {step.__name__: step for step in (serve, cache, offline_bf16, offline_fp8, kernels)}
-
-
-def served(args: argparse.Namespace) -> list[str]:
-    return shlex.split(args.serve_options)
+STEPS = {step.__name__: step for step in (serve, offline_bf16, offline_fp8, kernels)}
 
 
 def bench(*words: Any) -> bool:
@@ -154,7 +161,9 @@ def bench(*words: Any) -> bool:
 def table(out: Path) -> str:
     """Every goal with what was measured, as Markdown."""
     lines = ["| tokens | n | load | figure | at least | aim | measured | |", "|---|---|---|---|---|---|---|---|"]
-    facts = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json") if path.stem in STEPS}
+    facts = {
+        path.stem: json.loads(path.read_text()) for path in out.glob("*.json") if not path.stem.startswith("trace")
+    }
     for goal in GOALS:
         value = goal.found(facts.get(goal.file, {}).get("results", []))
         shown = "" if value is None else f"{value:.1f}"
@@ -162,7 +171,7 @@ def table(out: Path) -> str:
             f"| {goal.tokens} | {goal.n} | {goal.load} | {goal.file} {goal.field} | {goal.least:g} | {goal.aim:g} "
             f"| {shown} | {goal.verdict(value)} |"
         )
-    if (ready := facts.get("serve", {}).get("ready_seconds")) is not None:
+    if (ready := facts.get("ready", {}).get("ready_seconds")) is not None:
         verdict = "aim" if ready <= READY_AIM else "reached" if ready <= READY_LEAST else "MISSED"
         lines.append(f"| | | | seconds until ready | {READY_LEAST:g} | {READY_AIM:g} | {ready:.1f} | {verdict} |")
     return "\n".join(lines)
