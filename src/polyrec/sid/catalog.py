@@ -106,7 +106,7 @@ class Catalog:
     @classmethod
     def load(cls, path: str | Path, *, mapped_from: int = MAPPED_FROM) -> Catalog:
         """Reads what `save` wrote; other files are a CatalogError. Of a catalog of `mapped_from` items or more, what was made
-        is left in a `.trie` file beside it, which the next call maps (25 ms a million items) while the catalog is unchanged.
+        is left in a `.trie` file beside it, which the next call maps (under a millisecond) while the catalog is unchanged.
         """
         path = Path(path)
         if not path.is_file():
