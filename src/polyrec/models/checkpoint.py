@@ -201,7 +201,8 @@ def save_model(model: torch.nn.Module, spec: ModelSpec, folder: str | Path) -> N
     """Writes config.json and model.safetensors as Hugging Face would, each atomically."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", {**spec.write_config(model.config), "torch_dtype": "float32"})
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    write_json(folder / "config.json", {**spec.write_config(model.config), "torch_dtype": dtype})
     tensors = {name: view.detach().cpu().contiguous().clone() for name, view in hf_views(model, spec).items()}
     with atomic_path(folder / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})

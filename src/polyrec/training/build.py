@@ -13,13 +13,14 @@ from ..core.errors import CheckpointError
 from ..core.files import read_json
 from ..core.vocabulary import padded_vocab_size
 from ..hardware.base.backend import HardwareBackend
-from ..models.checkpoint import build_model, load_weights, read_config
+from ..models.checkpoint import build_model, check_dtype, load_weights, read_config
 from ..models.extend import extend_checkpoint
 from ..models.registry import model_spec
 from ..models.spec import Decoder, ModelSpec
 from ..sid.layout import SidLayout
 from ..sid.quantizer import Codebooks
 from ..sid.tokenizer import load_tokenizer, num_tokens
+from .accelerate import num_parameters, weights_dtype
 from .recipe import TrainConfig, size_fields
 
 
@@ -31,15 +32,33 @@ def start_model(
     max_tokens: int,
     backend: HardwareBackend,
 ) -> tuple[Decoder, ModelSpec]:
-    """num_vocab: tokens of the prepared tokenizer. max_tokens: longest prompt and SID, which the positions must hold."""
+    """num_vocab: tokens of the prepared tokenizer. max_tokens: longest prompt and SID, which the positions must hold.
+
+    Weights are drawn, or read, in fp32 on the device, and then get the recipe's precision.
+    """
     if config.init_from:
-        return _extended(Path(config.init_from), config, num_vocab, layout, max_tokens, backend)
+        model, spec = _extended(Path(config.init_from), config, num_vocab, layout, max_tokens, backend)
+    else:
+        model, spec = _fresh(config, num_vocab, layout, codebooks, max_tokens, backend)
+    dtype = weights_dtype(config.precision, num_parameters(model), backend)
+    check_dtype(dtype, backend)
+    return model.to(dtype).train(), spec
+
+
+def _fresh(
+    config: TrainConfig,
+    num_vocab: int,
+    layout: SidLayout,
+    codebooks: Codebooks,
+    max_tokens: int,
+    backend: HardwareBackend,
+) -> tuple[Decoder, ModelSpec]:
     values = _fresh_config(config, num_vocab, max_tokens)
     model, spec = _build(values, config.model_config_file or f"size '{config.size}'", max_tokens, backend)
-    model.init_weights(torch.Generator().manual_seed(config.seed))
+    model.init_weights(torch.Generator(device=backend.runtime.device).manual_seed(config.seed))
     if config.centroid_init:
         centroid_embeddings(model.embed_tokens.weight, layout, codebooks, values["initializer_range"])
-    return model.train(), spec
+    return model, spec
 
 
 def centroid_embeddings(weight: torch.Tensor, layout: SidLayout, codebooks: Codebooks, spread: float) -> None:
@@ -109,4 +128,4 @@ def _extended(
         extend_checkpoint(source, folder, num_vocab, seed=config.seed, first_new=first_new)
         model, spec = _build(read_config(folder), str(source / "config.json"), max_tokens, backend)
         load_weights(model, spec, folder)
-    return model.train(), spec
+    return model, spec

@@ -64,7 +64,8 @@ class Objective:
         return total, torch.stack([(own * part).sum() for own, part in zip(parts, scale, strict=True)])
 
     def _forward(self, model: Decoder, batch: PackedBatch) -> Tensor:
-        branch = torch.from_numpy(batch.branch)
-        layout = packed_layout(torch.from_numpy(batch.lengths), branch if branch.any() else None, self._move)
+        # One branch only goes on where its prompt ends: plain causal attention, which needs no mask.
+        branch = torch.from_numpy(batch.branch) if (batch.branch > 1).any() else None
+        layout = packed_layout(torch.from_numpy(batch.lengths), branch, self._move)
         token_ids, positions = (self._move(torch.from_numpy(x)) for x in (batch.token_ids, batch.positions))
         return model(token_ids, positions, self._attention.packed(layout))

@@ -14,6 +14,8 @@ from ..data.loader import SamplingConfig
 from ..data.prompt import PromptConfig
 from .objective import Head
 
+Precision = Literal["auto", "fp32", "bf16"]
+
 # Sizes by name, as fields of a Hugging Face config. The larger ones are the public Qwen3 shapes.
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,6 +57,11 @@ class TrainConfig(Settings):
     codes, or among the whole vocabulary. fit_on: what is trained on; with validation events nothing can be chosen on them,
     so `patience` must be 0. steps: fixed, so that runs repeat. eval_every: steps between validations; the last step is
     validated too (0: no validation). Validations run only where their events are not trained on.
+    precision: of weights and activations. bf16 keeps every weight's fp32 value too (training/master.py); auto is bf16 on
+    accelerators that have it, for models of 100 million parameters or more, else fp32.
+    compile: torch.compile of a decoder layer, once for all of them; auto where the platform's torch generates kernels and
+    the model is that large. checkpoint_activations: so many of the first layers keep only their inputs and run again in the
+    backward pass, which saves memory and costs up to a third more arithmetic.
     patience: validations without a better NDCG@10 before training stops (0: never). eval_users: at most so many.
     """
 
@@ -68,6 +75,9 @@ class TrainConfig(Settings):
     prompt: PromptConfig = PromptConfig()
     sampling: SamplingConfig = SamplingConfig()
     optim: OptimConfig = OptimConfig()
+    precision: Precision = "auto"
+    compile: Literal["auto", "off", "on"] = "auto"
+    checkpoint_activations: int = Field(0, ge=0)
     fit_on: Literal["fit", "fit+validation"] = "fit"
     steps: int = Field(600, ge=1)
     eval_every: int = Field(100, ge=0)

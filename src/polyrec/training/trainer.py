@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -14,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
 from ..models.spec import Decoder
+from .master import MasterAdamW, update
 from .objective import Objective
 from .recipe import OptimConfig, learning_rate
 
@@ -46,7 +49,10 @@ class StepFacts:
 
 
 class Trainer:
-    """Model, optimizer and data of one run. `progress` says where it is; whoever resumes a run sets it."""
+    """Model, optimizer and data of one run. `progress` says where it is; whoever resumes a run sets it.
+
+    compiled: one kernel updates a parameter. The average, a copy of the model, is fp32 whatever the model's dtype is.
+    """
 
     def __init__(
         self,
@@ -55,15 +61,18 @@ class Trainer:
         objective: Objective,
         config: OptimConfig,
         steps: int,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.model = model
-        self.optimizer = make_optimizer(model, config)
+        self.optimizer = make_optimizer(model, config, compiled=compiled)
         self.averaged = average_of(model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
         self._loader = loader
         self._objective = objective
         self._config = config
         self._steps = steps
+        self._compiled = compiled
 
     @property
     def result(self) -> Decoder:
@@ -82,10 +91,14 @@ class Trainer:
         norm = self._clip(step, loss.mean, rate)
         self.optimizer.step()
         if self.averaged is not None:
-            self.averaged.update_parameters(self.model)
+            self.averaged.update_parameters(self._exact())
         seconds = time.perf_counter() - started
         self.progress.step += 1
         self.progress.seconds += seconds
+        if self._compiled:
+            gc.collect()
+            gc.freeze()  # a compiler leaves so many objects that each look at all of them would delay a step's launches
+            self._compiled = False
         by_level = tuple(loss.by_level.tolist())
         return StepFacts(step + 1, loss.mean.item(), by_level, norm, rate, len(batch.token_ids), seconds)
 
@@ -95,6 +108,14 @@ class Trainer:
         while self.progress.step < self._steps and on_step(self.train_step()):
             pass
 
+    def _exact(self) -> torch.nn.Module:
+        """The model as the average reads it: with the fp32 values of its weights."""
+        if not isinstance(self.optimizer, MasterAdamW):
+            return self.model
+        masters = self.optimizer.masters()
+        values = [masters[parameter] for parameter in self.model.parameters()]
+        return cast(torch.nn.Module, SimpleNamespace(parameters=lambda: values, buffers=self.model.buffers))
+
     def _set_rate(self, step: int) -> float:
         rate = learning_rate(self._config, step, self._steps)
         for group in self.optimizer.param_groups:
@@ -103,7 +124,12 @@ class Trainer:
 
     def _clip(self, step: int, loss: torch.Tensor, rate: float) -> float:
         """Clips the gradient; a norm that is not finite stops the run before it can spoil the weights."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm))
+        if isinstance(self.optimizer, MasterAdamW):
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            self.optimizer.gradient_scale = min(1.0, self._config.clip_norm / (norm + 1e-6))  # as torch's own clipping
+        else:
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm))
         if not math.isfinite(norm):
             raise TrainingError(
                 "gradient_not_finite",
@@ -123,12 +149,18 @@ def average_of(model: Decoder, decay: float) -> AveragedModel:
         so_far = min(decay, (1 + int(num)) / (10 + int(num)))
         torch._foreach_lerp_(averages, weights, 1 - so_far)
 
-    return AveragedModel(model, multi_avg_fn=average)
+    averaged = AveragedModel(model, multi_avg_fn=average)
+    averaged.module.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
+    return averaged
 
 
-def make_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; norms and biases do not decay (Loshchilov and Hutter, 2019)."""
+def make_optimizer(model: torch.nn.Module, config: OptimConfig, *, compiled: bool = False) -> torch.optim.Optimizer:
+    """AdamW; norms and biases do not decay (Loshchilov and Hutter, 2019). bf16 weights keep fp32 masters."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    rate, betas = config.learning_rate, (config.beta1, config.beta2)
+    if matrices[0].dtype == torch.bfloat16:
+        step = torch.compile(update, dynamic=True) if compiled else update
+        return MasterAdamW(groups, lr=rate, betas=betas, step_function=step)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True if compiled else None)

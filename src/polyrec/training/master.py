@@ -1,0 +1,146 @@
+"""AdamW for bf16 weights whose exact fp32 values live on: what bf16 leaves off is kept beside each weight, in 16 bits.
+
+A step of 1e-4 is less than half the distance between two bf16 numbers near 0.1: added to a bf16 weight, it would be lost.
+Bytes a parameter: 2 weight + 2 rest + 2 first moment (bf16) + 4 second moment = 10, and 2 of gradient during a step. Second
+moments stay fp32: with beta2 near 1 their steps are below bf16's resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Update = Callable[..., None]
+
+BUCKET = 32 << 20  # numbers whose update takes a device longer than the host needs to launch the next one
+
+
+def join(upper: Tensor, rest: Tensor) -> Tensor:
+    """upper: a bf16 weight's bits, int16. rest: int16 -> the fp32 value whose bits are upper · 2¹⁶ + rest."""
+    return ((upper.to(torch.int32) << 16) + rest.to(torch.int32)).view(torch.float32)
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `join`: upper is the nearest bf16 number, of two equally near ones the larger in magnitude."""
+    bits = value.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
+
+
+def update(upper: Tensor, rest: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Tensor) -> None:
+    """One AdamW step of flat tensors, in place (Loshchilov and Hutter, 2019).
+
+    numbers: fp32 [8] on the device: learning rate, weight decay, beta1, beta2, eps, the two bias corrections 1 − betaᵗ, and
+    what the gradient is multiplied by.
+    """
+    rate, decay, beta1, beta2, eps, correct1, correct2, scale = numbers.unbind()
+    slope = gradient.float() * scale
+    mean = first.float() * beta1 + slope * (1 - beta1)
+    square = second * beta2 + slope * slope * (1 - beta2)
+    value = join(upper, rest) * (1 - rate * decay) - rate / correct1 * mean / ((square / correct2).sqrt() + eps)
+    new_upper, new_rest = split(value)
+    upper.copy_(new_upper)
+    rest.copy_(new_rest)
+    first.copy_(mean)
+    second.copy_(square)
+
+
+class Bucket:
+    """Parameters that are updated together: they become views into one flat bf16 tensor, in order."""
+
+    def __init__(self, parameters: list[Tensor], group: int) -> None:
+        self.parameters = parameters
+        self.group = group
+        sizes = [parameter.numel() for parameter in parameters]
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            parameter.data = part.view(parameter.shape)
+        self.upper = flat.view(torch.int16)
+        self.rest = torch.zeros_like(self.upper)
+        self.first = torch.zeros_like(flat)
+        self.second = torch.zeros_like(flat, dtype=torch.float32)
+
+    def gradient(self) -> Tensor:
+        """Flat; a parameter without one counts as one whose gradient is zero."""
+        parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in self.parameters]
+        return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+
+    def state(self) -> dict[str, Tensor]:
+        return {"rest": self.rest, "first": self.first, "second": self.second}
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` over bf16 parameters with fp32 masters.
+
+    step_function: what updates one bucket: `update`, or a compiled form of it. gradient_scale: what the next step multiplies
+    gradients by, for clipping without a pass of its own.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+        step_function: Update = update,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.gradient_scale = 1.0
+        self._update = step_function
+        self._steps = 0
+        self._buckets = [
+            Bucket(parameters, index)
+            for index, group in enumerate(self.param_groups)
+            for parameters in in_buckets(group["params"])
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are made before a step"
+        self._steps += 1
+        numbers = {index: self._numbers(group) for index, group in enumerate(self.param_groups) if group["params"]}
+        for one in self._buckets:
+            self._update(one.upper, one.rest, one.gradient(), one.first, one.second, numbers[one.group])
+        self.gradient_scale = 1.0
+
+    def masters(self) -> dict[Tensor, Tensor]:
+        """Parameter -> its fp32 value."""
+        found: dict[Tensor, Tensor] = {}
+        for one in self._buckets:
+            parts = join(one.upper, one.rest).split([parameter.numel() for parameter in one.parameters])
+            found |= {own: part.view(own.shape) for own, part in zip(one.parameters, parts, strict=True)}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every tensor in its own dtype (the base class would give all of them the parameters' when it loads)."""
+        return {"steps": self._steps, "buckets": [one.state() for one in self._buckets]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = state_dict["steps"]
+        for one, saved in zip(self._buckets, state_dict["buckets"], strict=True):
+            for name, tensor in one.state().items():
+                tensor.copy_(saved[name])
+
+    def _numbers(self, group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        corrections = (1 - beta1**self._steps, 1 - beta2**self._steps)
+        values = [group["lr"], group["weight_decay"], beta1, beta2, group["eps"], *corrections, self.gradient_scale]
+        return torch.tensor(values, device=group["params"][0].device)
+
+
+def in_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, each but the last of at least BUCKET numbers."""
+    found: list[Tensor] = []
+    for parameter in parameters:
+        assert parameter.dtype == torch.bfloat16, f"a {parameter.dtype} parameter needs no master"
+        found.append(parameter)
+        if sum(one.numel() for one in found) >= BUCKET:
+            yield found
+            found = []
+    if found:
+        yield found
