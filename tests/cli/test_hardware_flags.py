@@ -7,11 +7,14 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import polyrec.cli
 from polyrec.cli.hardware_flags import PANEL, hardware_flags
 from polyrec.cli.main import build_app
 from polyrec.core.errors import ConfigError, PolyrecError
@@ -19,7 +22,18 @@ from polyrec.core.registry import Registry
 from polyrec.hardware import HardwareConfig
 from polyrec.hardware.base import registry
 
-COMMANDS = ("demo", "train", "evaluate", "recommend", "serve", "devices")
+CLI = Path(polyrec.cli.__file__).parent
+COMMANDS = (
+    "demo",
+    "train",
+    "evaluate",
+    "recommend",
+    "serve",
+    "devices",
+    "bench make-model",
+    "bench offline",
+    "bench kernels",
+)
 # One wrong folder, file or port each, so that opening it first would give another error.
 BROKEN = {
     "demo": ["--out", "{file}/out"],
@@ -27,7 +41,24 @@ BROKEN = {
     "evaluate": ["--data", "{absent}", "--model", "{absent}", "--out", "{file}/out"],
     "recommend": ["{absent}", "--input", "{absent}.csv", "--output", "{file}/out.csv", "--exclude", "{absent}.txt"],
     "serve": ["{absent}", "--port", "1"],
+    "bench offline": ["{absent}", "--out", "{file}/out.json"],
+    "bench kernels": ["{absent}", "--out", "{file}/out.json"],
 }
+
+MISSING = {"not_prepared", "file_missing", "model_folder_missing", "catalog_missing"}
+
+
+def all_commands() -> dict[str, Any]:
+    """`name`, or `group name` -> command."""
+    found: dict[str, Any] = {}
+    for name, command in typer.main.get_command(build_app()).commands.items():
+        inner = getattr(command, "commands", None)
+        found.update({name: command} if inner is None else {f"{name} {one}": inner[one] for one in inner})
+    return found
+
+
+def hardware_options(command: Any) -> set[str]:
+    return {option.name for option in command.params if getattr(option, "rich_help_panel", None) == PANEL}
 
 
 @pytest.fixture
@@ -117,11 +148,13 @@ def test_a_flag_that_does_not_parse_is_a_config_error(given, flags, words):
     assert (caught.value.code, words in str(caught.value)) == ("config_invalid", True)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_the_same_flags_in_their_own_panel(name):
-    command = typer.main.get_command(build_app()).commands[name]
-    flags = {option.name for option in command.params if getattr(option, "rich_help_panel", None) == PANEL}
-    assert flags == set(HardwareConfig.model_fields) - {"purpose"}
+def test_every_command_that_has_a_flag_has_them_all_in_their_own_panel():
+    found = {name: flags for name, command in all_commands().items() if (flags := hardware_options(command))}
+    assert set(COMMANDS) <= set(found)
+    every = set(HardwareConfig.model_fields) - {"purpose"}
+    assert {name: every - flags for name, flags in found.items() if flags != every} == {}
+    builders = {path.stem for path in CLI.glob("*.py") if "get_hardware_backend(" in path.read_text(encoding="utf-8")}
+    assert builders - {"device_report"} <= {name.split()[0] for name in found}, "a command without the flags"
 
 
 def test_registering_a_platform_is_the_only_step_to_a_flag(monkeypatch):
@@ -144,11 +177,11 @@ def test_the_platform_is_settled_before_anything_is_opened(polyrec, tmp_path, na
     places = {"absent": tmp_path / "absent", "file": tmp_path / "file"}
     arguments = [argument.format(**places) for argument in BROKEN[name]]
     with pytest.raises(PolyrecError) as with_platform:
-        polyrec(name, *arguments, flag, "abacus")
+        polyrec(*name.split(), *arguments, flag, "abacus")
     assert with_platform.value.code == "platform_unknown"
     with pytest.raises(PolyrecError) as without:
-        polyrec(name, *arguments)
-    assert without.value.code in {"path_unusable", "not_prepared", "file_missing", "model_folder_missing"}
+        polyrec(*name.split(), *arguments)
+    assert without.value.code in {*MISSING, "path_unusable", "out_occupied"}
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
