@@ -59,7 +59,9 @@ def test_triton_is_chosen_when_the_platform_is_built(monkeypatch, fp8):
     assert ops is cuda_like_ops(triton=True, fp8=fp8)
     assert ops.norm.rms_norm is not CUDA_LIKE_OPS.norm.rms_norm
     assert (ops.norm.rms_norm_fp8 is CUDA_LIKE_OPS.norm.rms_norm_fp8) is not fp8
-    assert ops.search is CUDA_LIKE_OPS.search
+    assert ops.search.beam_step is not CUDA_LIKE_OPS.search.beam_step
+    assert ops.search.constrained_topk is CUDA_LIKE_OPS.search.constrained_topk
+    assert ops.sampling is CUDA_LIKE_OPS.sampling
 
 
 def test_building_the_platform_imports_no_triton():
