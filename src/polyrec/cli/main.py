@@ -14,7 +14,7 @@ from ..core.errors import PolyrecError
 from .warning_lines import show_warnings
 
 COMMANDS = ("demo", "prepare", "train", "evaluate", "recommend", "serve", "devices")
-GROUPS = ("bench", "plugins")
+GROUPS = ("bench", "plugins", "verify")
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended: 128 + SIGINT
 
 
