@@ -51,10 +51,11 @@ def test_offline_measures_each_case_and_writes_figures_picture_and_traces(folder
 
 
 def test_kernels_name_where_the_time_goes(folder):
-    words = ["--history", "9", "--n", "8", "--batch", "2", "--batches", "2", "--tflops", "0.1", "--tb-per-s", "0.02"]
+    ceilings = ["--tflops", "0.1", "--fp8-tflops", "0.2", "--tb-per-s", "0.02"]
+    words = ["--history", "9", "--n", "8", "--batch", "2", "--batches", "2", *ceilings]
     facts = json.loads(bench("kernels", folder, *words, "--json")[0])
     (row,) = facts["results"]
-    assert facts["ceilings"] == {"tflops": 0.1, "tb_per_s": 0.02}
+    assert facts["ceilings"] == {"tflops": 0.1, "fp8_tflops": 0.2, "tb_per_s": 0.02}
     assert {"products", "attention", "norms"} <= {family["family"] for family in row["families"]}
     assert row["busy_ms"] == pytest.approx(sum(family["ms"] for family in row["families"]))
     assert row["wall_ms"] == pytest.approx(row["busy_ms"] + row["gaps_ms"])

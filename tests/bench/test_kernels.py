@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import pytest
-import torch
 from torch.autograd import DeviceType
 
 from polyrec.bench.kernels import Kernel, by_family, family_of, kernels_of
@@ -13,6 +12,7 @@ from polyrec.engine.folder import read_folder
 from polyrec.hardware import HardwareConfig
 from polyrec.hardware.process import build_hardware_backend
 from polyrec.models.checkpoint import load_model
+from polyrec.models.options import ModelOptions
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,18 @@ def test_families_share_the_time_of_a_batch():
 
 
 def test_a_phase_takes_the_longer_of_arithmetic_and_traffic():
-    ceilings = Ceilings(tflops=2.0, tb_per_s=0.5)
-    assert Phase("a", 1, flops=4e12, bytes=1e9).seconds(ceilings) == pytest.approx(2)
-    assert Phase("b", 1, flops=1e9, bytes=2e12).seconds(ceilings) == pytest.approx(4)
+    ceilings = Ceilings(tflops=2.0, fp8_tflops=4.0, tb_per_s=0.5)
+    assert Phase("a", 1, flops=4e12, fp8_flops=2e12, bytes=1e9).seconds(ceilings) == pytest.approx(2.5)
+    assert Phase("b", 1, flops=1e9, fp8_flops=0, bytes=2e12).seconds(ceilings) == pytest.approx(4)
 
 
-def test_the_least_work_is_counted_product_by_product(tmp_path):
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_the_least_work_is_counted_product_by_product(tmp_path, quantization):
     """Against sums over the checkpoint's own matrices: 2 flops a weight and row, 4 · head size a head, query and key."""
     backend = build_hardware_backend(HardwareConfig())
     folder = make_model(tmp_path / "model", "tiny", backend, num_items=500)
-    model, layout = load_model(folder, backend), read_folder(folder).layout
+    options = ModelOptions(quantization=quantization)
+    model, layout = load_model(folder, backend, options=options), read_folder(folder).layout
     config = model.config
     tokens, n, batch = 41, 6, 3
     weights = sum(a * b for name, (a, *rest) in weight_shapes(config) if "layers" in name for b in rest)
@@ -81,21 +83,30 @@ def test_the_least_work_is_counted_product_by_product(tmp_path):
     kv = 2 * config.num_key_value_heads * config.head_dim * layers * bytes_each
     head = 64 * config.hidden_size
     prefill, first, second = phases(model, layout, tokens, n, batch)
+    fp8 = quantization == "fp8"
+    outputs = sum(sizes[0] for name, sizes in weight_shapes(config) if "layers" in name and len(sizes) == 2)
+    stored = weights + 4 * outputs if fp8 else weights * bytes_each  # e4m3, and an fp32 scale an output
     causal = sum(query + 1 for query in range(tokens))
-    assert prefill.flops == pytest.approx(
+    assert prefill.fp8_flops == (2 * weights * batch * tokens if fp8 else 0)
+    assert prefill.flops + prefill.fp8_flops == pytest.approx(
         2 * weights * batch * tokens + 4 * heads * layers * batch * causal + 2 * head * batch
     )
-    assert prefill.bytes == pytest.approx((weights + head) * bytes_each + kv * batch * tokens)
+    assert prefill.bytes == pytest.approx(stored + head * bytes_each + kv * batch * tokens)
     for level, phase in ((1, first), (2, second)):
         keys = tokens + level
         assert phase.rows == batch * n
-        assert phase.flops == pytest.approx(batch * n * (2 * weights + 4 * heads * layers * keys + 2 * head))
+        assert phase.fp8_flops == (2 * weights * batch * n if fp8 else 0)
+        flops = phase.flops + phase.fp8_flops
+        assert flops == pytest.approx(batch * n * (2 * weights + 4 * heads * layers * keys + 2 * head))
         read = batch * (tokens + n * (level - 1))
-        assert phase.bytes == pytest.approx((weights + head) * bytes_each + kv * read)
+        assert phase.bytes == pytest.approx(stored + head * bytes_each + kv * read)
 
 
-def test_ceilings_are_measured_on_the_device():
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_ceilings_are_measured_on_the_device(tmp_path, quantization):
     backend = build_hardware_backend(HardwareConfig())
-    found = measure_ceilings(backend.runtime, torch.float32, size=128, repeats=3)
-    assert found.tflops > 0
-    assert found.tb_per_s > 0
+    folder = make_model(tmp_path / "model", "tiny", backend, num_items=500)
+    model = load_model(folder, backend, options=ModelOptions(quantization=quantization))
+    found = measure_ceilings(backend, model, size=128, repeats=3)
+    assert min(found.tflops, found.fp8_tflops, found.tb_per_s) > 0
+    assert (found.fp8_tflops != found.tflops) == (quantization == "fp8")

@@ -103,7 +103,7 @@ def run_case(
         "phases": [
             {
                 "name": phase.name,
-                "gflop": phase.flops / 1e9,
+                "gflop": (phase.flops + phase.fp8_flops) / 1e9,
                 "mb": phase.bytes / 1e6,
                 "least_ms": phase.seconds(ceilings) * 1e3,
             }

@@ -36,8 +36,8 @@ def load(
         "max_tokens": max(case.load * target.tokens_of(case.items) for case in cases),
         "max_beams": max(case.load * case.n for case in cases),
     }
-    config = make_settings(EngineConfig, with_settings({"limits": limits}, settings), "--set")
-    model = load_model(target.path, backend, options=options)
+    config = make_settings(EngineConfig, with_settings({"limits": limits, "model": options}, settings), "--set")
+    model = load_model(target.path, backend, options=config.model)
     return Recommender(model, read_folder(target.path), backend, config), model
 
 

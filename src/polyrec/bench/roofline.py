@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.runtime import Runtime
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
@@ -20,24 +21,27 @@ from ..sid.layout import SidLayout
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches: products in TFLOP/s, copies in TB/s (bytes read and written)."""
+    """What the device reaches: products of the model's dtype and of e4m3 in TFLOP/s, copies in TB/s (read and written)."""
 
     tflops: float
+    fp8_tflops: float
     tb_per_s: float
 
 
 @dataclass(frozen=True)
 class Phase:
-    """name; rows: tokens that pass through the model; flops and bytes at least."""
+    """name; rows: tokens that pass through the model; flops, of e4m3 products apart, and bytes, at least."""
 
     name: str
     rows: int
     flops: float
+    fp8_flops: float
     bytes: float
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """The larger of the two times."""
-        return max(self.flops / (ceilings.tflops * 1e12), self.bytes / (ceilings.tb_per_s * 1e12))
+        """The larger of the times that arithmetic and traffic take."""
+        arithmetic = self.flops / ceilings.tflops + self.fp8_flops / ceilings.fp8_tflops
+        return max(arithmetic, self.bytes / ceilings.tb_per_s) / 1e12
 
 
 def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -> list[Phase]:
@@ -52,7 +56,9 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
         for weight in [*model.parameters(), *model.buffers()]
         if weight.dim() == 2 and weight.data_ptr() not in {head.data_ptr(), model.embed_tokens.weight.data_ptr()}
     }
-    elements = sum(weight.numel() for weight in matrices.values() if min(weight.shape) > 1)
+    products = [weight for weight in matrices.values() if min(weight.shape) > 1]  # not a quantised one's scales
+    fp8_elements = sum(weight.numel() for weight in products if weight.element_size() == 1)
+    elements = sum(weight.numel() for weight in products) - fp8_elements
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in matrices.values())
     pair = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers  # flops a query and key
     kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * head.element_size()
@@ -67,6 +73,7 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
             "prefill",
             batch * tokens,
             2.0 * elements * batch * tokens + pair * batch * tokens * (tokens + 1) / 2 + flops,
+            2.0 * fp8_elements * batch * tokens,
             weight_bytes + kv * batch * tokens + read,
         )
     ]
@@ -78,20 +85,27 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
                 f"pass {level}",
                 rows,
                 2.0 * elements * rows + pair * rows * (tokens + level) + flops,
+                2.0 * fp8_elements * rows,
                 weight_bytes + kv * batch * (tokens + n * (level - 1)) + read,
             )
         )
     return found
 
 
-def measure_ceilings(runtime: Runtime, dtype: torch.dtype, *, size: int = 8192, repeats: int = 10) -> Ceilings:
-    """Medians of a large product in `dtype` and of a large copy on this device; random data, which no shortcut makes fast."""
+def measure_ceilings(backend: HardwareBackend, model: Decoder, *, size: int = 8192, repeats: int = 10) -> Ceilings:
+    """Medians of large products in the model's dtype, and in e4m3 if it has such weights (else the same number), and of a
+    large copy; random data, which no shortcut makes fast."""
+    runtime, linear, dtype = backend.runtime, backend.ops.linear, model.head_weight.dtype
     left, right = (torch.randn(size, size, device=runtime.device).to(dtype) for _ in range(2))
-    product = _seconds(runtime, lambda: left @ right, repeats)
+    plain = fp8 = _seconds(runtime, lambda: left @ right, repeats)
+    if any(weight.element_size() == 1 for weight in model.parameters()):
+        (values, scale), (weight, weight_scale) = linear.quantize_fp8(left), linear.quantize_fp8(right)
+        fp8 = _seconds(runtime, lambda: linear.scaled_mm(values, scale, weight, weight_scale, None, dtype), repeats)
     source = torch.randn(size * size * 4, device=runtime.device)
     target = torch.empty_like(source)
     copy = _seconds(runtime, lambda: target.copy_(source), repeats)
-    return Ceilings(2 * size**3 / product / 1e12, 2 * source.numel() * 4 / copy / 1e12)
+    flops = 2 * size**3 / 1e12
+    return Ceilings(flops / plain, flops / fp8, 2 * source.numel() * source.element_size() / copy / 1e12)
 
 
 def _seconds(runtime: Runtime, call: Callable[[], object], repeats: int) -> float:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..hardware.base.config import HardwareConfig
+from ..models.options import ModelOptions
 from .hardware_flags import hardware_flags
+from .model_flags import model_flags
 
 if TYPE_CHECKING:
     from ..bench.cases import Target
     from ..bench.serve import Clients
-    from ..models.options import ModelOptions
 
 app = typer.Typer(help="Measure the engine and the server, on a model of yours or on a synthetic one.")
 
@@ -34,10 +36,6 @@ Width = Annotated[int, typer.Option("-n", "--n", min=1, help="Items that come ba
 Batch = Annotated[str, typer.Option(help="Requests in a batch; several as 1,8,32.")]
 ClientCounts = Annotated[str, typer.Option(help="Clients that ask at once; several as 1,8,32.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Batches, or requests of each client, before the clock starts.")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of activations and unquantised weights.")
-]
-Quantization = Annotated[Literal["auto", "none", "fp8"], typer.Option(help="auto follows the checkpoint.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="A setting of the engine, as limits.max_requests=8.")]
 Profile = Annotated[Path | None, typer.Option(help="A Chrome trace to write (chrome://tracing, Perfetto).")]
 Out = Annotated[Path | None, typer.Option(help="JSON to write: all figures, date, commit and machine.")]
@@ -69,6 +67,7 @@ def make_model(
 
 @app.command()
 @hardware_flags
+@model_flags
 def offline(
     folder: Folder,
     case: Cases = None,
@@ -78,14 +77,13 @@ def offline(
     batch: Batch = "1",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each case, made up to whole batches.")] = 64,
     warmup: Warmup = 5,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "auto",
     set: Sets = None,
     profile: Profile = None,
     out: Out = None,
     plot: Plot = None,
     as_json: AsJson = False,
     *,
+    options: ModelOptions,
     hardware: HardwareConfig,
 ) -> None:
     """Measure the search in this process: no HTTP, prompts built beforehand."""
@@ -95,7 +93,7 @@ def offline(
     run = _Run(hardware)
     target = Target.read(folder)
     cases = target.cases(case or [_case(tokens, history, n, batch)])
-    recommender, _ = offline.load(target, cases, run.backend, _options(dtype, quantization), set or ())
+    recommender, _ = offline.load(target, cases, run.backend, options, set or ())
     results = []
     for one in cases:
         results.append(offline.run_case(recommender, target, one, one.requests or requests, warmup))
@@ -118,6 +116,7 @@ def offline(
 
 @app.command()
 @hardware_flags
+@model_flags
 def kernels(
     folder: Folder,
     case: Cases = None,
@@ -126,15 +125,15 @@ def kernels(
     n: Width = 50,
     batch: Batch = "1",
     batches: Annotated[int, typer.Option(min=1, help="Batches of each case.")] = 10,
-    tflops: Annotated[float | None, typer.Option(help="Ceiling of products, TFLOP/s; else measured.")] = None,
+    tflops: Annotated[float | None, typer.Option(help="Ceiling of plain products, TFLOP/s; else measured.")] = None,
+    fp8_tflops: Annotated[float | None, typer.Option(help="Ceiling of e4m3 products, TFLOP/s; else measured.")] = None,
     tb_per_s: Annotated[float | None, typer.Option(help="Ceiling of copies, TB/s; else measured.")] = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "auto",
     set: Sets = None,
     profile: Profile = None,
     out: Out = None,
     as_json: AsJson = False,
     *,
+    options: ModelOptions,
     hardware: HardwareConfig,
 ) -> None:
     """Tell where a batch's time goes: kernels by family, gaps, share of the roofline."""
@@ -146,11 +145,12 @@ def kernels(
     run = _Run(hardware)
     target = Target.read(folder)
     cases = target.cases(case or [_case(tokens, history, n, batch)])
-    recommender, model = offline.load(target, cases, run.backend, _options(dtype, quantization), set or ())
-    if tflops is None or tb_per_s is None:
-        measured = measure_ceilings(run.backend.runtime, model.head_weight.dtype)
-        tflops, tb_per_s = tflops or measured.tflops, tb_per_s or measured.tb_per_s
-    ceilings = Ceilings(tflops, tb_per_s)
+    recommender, model = offline.load(target, cases, run.backend, options, set or ())
+    if tflops is None or fp8_tflops is None or tb_per_s is None:
+        measured = measure_ceilings(run.backend, model)
+        tflops, fp8_tflops = tflops or measured.tflops, fp8_tflops or measured.fp8_tflops
+        tb_per_s = tb_per_s or measured.tb_per_s
+    ceilings = Ceilings(tflops, fp8_tflops, tb_per_s)
     results: list[dict[str, Any]] = []
     for one in cases:
         trace = profile if profile is None or len(cases) == 1 else profile.with_stem(f"{profile.stem}-{len(results)}")
@@ -163,7 +163,7 @@ def kernels(
                 table(("family", "ms", "launches", "share"), [tuple(row.values()) for row in found["families"]]), "\n"
             )
     columns = ("tokens", "n", "batch", "wall_ms", "busy_ms", "gaps_ms", "launches", "roofline_ms", "roofline_share")
-    facts = run.facts("kernels", target, results) | {"ceilings": {"tflops": tflops, "tb_per_s": tb_per_s}}
+    facts = run.facts("kernels", target, results) | {"ceilings": asdict(ceilings)}
     _finish(facts, columns, out, None, as_json, "batch")
 
 
@@ -269,12 +269,6 @@ class _Run:
 
 def _case(tokens: int, history: int | None, n: int, loads: str) -> str:
     return f"{tokens if history is None else f'h{history}'}:{n}:{loads}"
-
-
-def _options(dtype: Any, quantization: Any) -> ModelOptions:
-    from ..models.options import ModelOptions
-
-    return ModelOptions(dtype=dtype, quantization=quantization)
 
 
 def _clients(
