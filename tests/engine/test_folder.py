@@ -6,6 +6,7 @@ import json
 import shutil
 
 import numpy as np
+import polars as pl
 import pytest
 from tokenizers import Tokenizer
 
@@ -133,7 +134,7 @@ def test_a_catalog_of_other_codebooks(folder, tmp_path, codes):
 
 def test_an_empty_catalog(folder, tmp_path):
     other = tmp_path / "other.parquet"
-    Catalog([], np.zeros((0, 3)), [], np.zeros(0)).save(other)
+    pl.read_parquet(folder / "catalog.parquet").clear().write_parquet(other)
     assert refusal(folder, catalog=other) == "catalog_unreadable"
 
 

@@ -80,6 +80,12 @@ def test_what_does_not_fit_together_is_refused(change, code):
     assert caught.value.code == code
 
 
+def test_a_catalog_without_items_is_refused():
+    with pytest.raises(CatalogError) as caught:
+        Catalog([], np.zeros((0, 3)), [], np.zeros(0))
+    assert caught.value.code == "catalog_empty"
+
+
 def test_files_that_are_no_catalog_are_refused(tmp_path):
     path = tmp_path / "catalog.parquet"
     with pytest.raises(CatalogError) as caught:
