@@ -54,7 +54,8 @@ class PackedPlan(AttentionPlan):
         soft_cap: float | None = None,
     ) -> None:
         self._shape = (len(layout.lengths), layout.longest)
-        self._flat = None if is_full(layout) else layout.flat  # made here, not in a layer's call: a compiler cannot follow
+        # Made here, not in a layer's call: a compiler cannot follow.
+        self._flat = None if is_full(layout) else layout.flat
         self._cache = cache
         self._ops = ops
         self._soft_cap = soft_cap
