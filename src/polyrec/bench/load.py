@@ -187,7 +187,7 @@ def _send_all(
 
 
 class _Connection:
-    """A connection, kept open. The standard library's: a request costs it a fifth of what httpx takes."""
+    """A connection, kept open. The standard library has all that a request needs."""
 
     def __init__(self, share: Share) -> None:
         parts = urlsplit(share.url)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import INTERPRETED, ON_DEVICE, passed
 
 from polyrec.hardware.backends import cuda_like
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
@@ -19,31 +18,15 @@ from polyrec.hardware.base.backend import Capabilities
 BODIES = Path(__file__).with_name("kernel_bodies.py")
 
 
-def run_bodies(**environment: str) -> str:
-    """The last line of pytest's report (pyproject.toml makes it short); fails with the whole report where a test fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(BODIES)],
-        env={**os.environ, **environment},
-        cwd=BODIES.parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-    return done.stdout.strip().splitlines()[-1]
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton is made for Linux only")
 def test_kernels_in_the_interpreter():
-    report = run_bodies(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert int(re.search(r"(\d+) passed", report)[1]) > 100, report
+    assert passed(BODIES, INTERPRETED) > 100
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device that torch shows as cuda")
 def test_kernels_on_the_device():
-    report = run_bodies(TRITON_INTERPRET="0")
-    assert int(re.search(r"(\d+) passed", report)[1]) > 150, report
-    assert "skipped" not in report
+    assert passed(BODIES, ON_DEVICE, skips=False) > 150
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreter import INTERPRETED, ON_DEVICE, passed
 
 from polyrec.hardware.backends.cuda_like.ops.loss import BLOCK_BYTES, block_rows
 from polyrec.hardware.ops import REFERENCE_OPS
@@ -42,27 +40,12 @@ def test_a_block_of_logits_fills_its_memory(classes):
     assert rows & (rows - 1) == 0
 
 
-def run_bodies(**environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(BODIES)],
-        env={**os.environ, **environment},
-        cwd=BODIES.parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
-    return done.stdout.strip().splitlines()[-1]
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton is made for Linux only")
 def test_blocks_in_the_interpreter():
-    report = run_bodies(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert int(re.search(r"(\d+) passed", report)[1]) > 10, report
+    assert passed(BODIES, INTERPRETED) > 10
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device that torch shows as cuda")
 def test_blocks_on_the_device():
-    report = run_bodies(TRITON_INTERPRET="0")
-    assert int(re.search(r"(\d+) passed", report)[1]) > 14, report
-    assert "skipped" not in report
+    assert passed(BODIES, ON_DEVICE, skips=False) > 14

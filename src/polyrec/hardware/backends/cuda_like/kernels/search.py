@@ -137,7 +137,7 @@ def select_kernel(
 
 
 @triton.jit
-def merge_kernel(
+def select_of_splits_kernel(
     partial, node, first_child, offsets, order, widths, out_score, out_node, out_parent,
     num_beams, width, num_splits, KEEP: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip

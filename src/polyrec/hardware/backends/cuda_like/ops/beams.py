@@ -62,7 +62,7 @@ def beam_step(
         node=torch.empty((requests, width), dtype=torch.int64, device=device),
         parent=torch.empty((requests, width), dtype=torch.int64, device=device),
     )
-    search.merge_kernel[(requests,)](
+    search.select_of_splits_kernel[(requests,)](
         partial, node, trie.first_child, offsets, order, widths, found.score, found.node, found.parent,
         num_beams, width, splits, KEEP=keep, STEPS=steps,
     )  # fmt: skip
