@@ -48,9 +48,14 @@ class Objective:
     def _over_levels(self, weight: Tensor, hidden: Tensor, *labels: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Each level's labels under its own rows of the head -> Σ scale · loss over all, and of each level [S]."""
         totals = []
-        sizes = zip(self._layout.level_starts, self._layout.codebook_sizes, strict=True)
-        for (first, size), index, code, scale in zip(sizes, *labels, strict=True):
-            total, _ = self._cross_entropy(hidden[index], weight[first : first + size], code, scale)
+        starts, sizes = self._layout.level_starts, self._layout.codebook_sizes
+        low, high = min(starts), max(first + size for first, size in zip(starts, sizes, strict=True))
+        codes = weight[
+            low:high
+        ]  # a slice's gradient is as large as what it is cut from: only this one's as the vocabulary
+        for first, size, index, code, scale in zip(starts, sizes, *labels, strict=True):
+            rows = codes[first - low : first - low + size]
+            total, _ = self._cross_entropy(hidden[index], rows, code, scale)
             totals.append(total)
         of_levels = torch.stack(totals)
         return of_levels.sum(), of_levels

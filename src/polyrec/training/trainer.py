@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -72,7 +71,6 @@ class Trainer:
         self._objective = objective
         self._config = config
         self._steps = steps
-        self._compiled = compiled
 
     @property
     def result(self) -> Decoder:
@@ -95,10 +93,6 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.progress.step += 1
         self.progress.seconds += seconds
-        if self._compiled:
-            gc.collect()
-            gc.freeze()  # a compiler leaves so many objects that each look at all of them would delay a step's launches
-            self._compiled = False
         by_level = tuple(loss.by_level.tolist())
         return StepFacts(step + 1, loss.mean.item(), by_level, norm, rate, len(batch.token_ids), seconds)
 
