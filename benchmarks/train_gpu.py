@@ -46,11 +46,13 @@ VOCAB, CODES, LEVELS = 176_256, 8192, 3
 
 @dataclass(frozen=True)
 class Measured:
-    """One side. seconds: of each step. gib: most memory in tensors. model_flops: of the bf16 peak measured on an H200."""
+    """One side. seconds: of each step. gib: most memory in tensors, of which gib_before were there before the side was built:
+    what an earlier side left. model_flops_share: of the device's bf16 peak."""
 
     name: str
     tokens_per_second: int
     gib: float
+    gib_before: float
     first_step_seconds: float
     model_flops_share: float
     loss: float
@@ -99,6 +101,7 @@ def main() -> int:
 
 def measure(name: str, make: Callable[[], Callable[[], float]], args: argparse.Namespace) -> Measured:
     """make: builds a side -> its step, which returns the loss."""
+    before = torch.cuda.memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     step, seconds, loss = make(), [], 0.0
     for _ in range(args.steps):
@@ -115,7 +118,16 @@ def measure(name: str, make: Callable[[], Callable[[], float]], args: argparse.N
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    return Measured(name, round(tokens / typical), round(peak, 2), round(seconds[0], 2), share, loss, tuple(seconds))
+    return Measured(
+        name,
+        tokens_per_second=round(tokens / typical),
+        gib=round(peak, 2),
+        gib_before=round(before, 2),
+        first_step_seconds=round(seconds[0], 2),
+        model_flops_share=share,
+        loss=loss,
+        seconds=tuple(seconds),
+    )
 
 
 def flops(args: argparse.Namespace, head: Head) -> float:
