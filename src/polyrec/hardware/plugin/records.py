@@ -107,9 +107,8 @@ def loading(source: PluginSource, module: str | None) -> Iterator[Loading]:
     token = _loading.set(state)
     try:
         yield state
-    except (
-        BaseException
-    ):  # a plugin may exit or be interrupted while it is imported: nothing of it stays, the error goes on
+    # A plugin may exit or be interrupted while it is imported: nothing of it stays, the error goes on.
+    except BaseException:
         _forget(state)
         raise
     finally:

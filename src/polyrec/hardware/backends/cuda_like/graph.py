@@ -120,9 +120,8 @@ class CudaLikeGraph(Graph):
             graph.capture_begin(pool)
             try:
                 result = function()
-            except (
-                BaseException
-            ):  # Ctrl-C too must end the capture, or the process cannot use the device again; it goes on
+            # Ctrl-C too must end the capture, or the process cannot use the device again; it goes on.
+            except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture is broken already, by the error that goes on
                     graph.capture_end()
                 self._repair(graph, pool)
