@@ -38,7 +38,10 @@ class AttentionNeeds:
 
 @dataclass(frozen=True)
 class AttentionSupport:
-    """What a backend can do. head_dims, dtypes, platforms: None for any."""
+    """What a backend can do. head_dims, dtypes, platforms: None for any.
+
+    prefix: `packed` takes sequences whose first tokens are in the cache already; without it no prefix is reused.
+    """
 
     head_dims: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -47,6 +50,7 @@ class AttentionSupport:
     soft_cap: bool = False
     mla: bool = False
     train: bool = False
+    prefix: bool = False
 
     def lacks(self, needs: AttentionNeeds, platform: str | None) -> list[str]:
         """What of the needs it cannot do, in words; empty when it fits. platform None: it runs there, as the platform says."""
@@ -63,13 +67,32 @@ class AttentionSupport:
 
 
 @dataclass(frozen=True)
+class PageTable:
+    """Which pages of a cache hold the keys and values of R prompts: token t of prompt r lies in slot
+    pages[r, t // page_size] · page_size + t % page_size.
+
+    pages: int32 [R, P]; places behind a prompt's end hold page 0, which no prompt owns: rows that belong to no sequence are
+    written there. longest: at least the longest prompt. cached: int64 [R], how many of each prompt's first tokens are in the
+    cache already, and not among the packed rows; None: of none. host_pages, host_cached: the same on the host; None: only the
+    device knows them.
+    """
+
+    pages: Tensor
+    page_size: int
+    longest: int
+    cached: Tensor | None = None
+    host_pages: Tensor | None = None
+    host_cached: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """R sequences, packed one after another into num_tokens rows; rows after the last sequence belong to none.
 
     lengths: int64 [R], zero for a place without a sequence. longest: at least the longest one. branch: int64 [T], 0 for a
     sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no branches. A captured graph keeps
     longest and num_tokens, and reads lengths anew. host_lengths: the same lengths on the host, all rows theirs; None: only the
-    device knows them.
+    device knows them. table: where the cache keeps them; None: packed token t in slot t.
     """
 
     lengths: Tensor
@@ -77,6 +100,7 @@ class PackedLayout:
     num_tokens: int
     branch: Tensor | None = None
     host_lengths: Tensor | None = None
+    table: PageTable | None = None
 
     @cached_property
     def starts(self) -> Tensor:
@@ -96,9 +120,51 @@ class PackedLayout:
         row = torch.arange(self.num_tokens, device=self.lengths.device)
         return row + torch.repeat_interleave(offset, self.lengths, output_size=self.num_tokens)
 
+    @property
+    def cached(self) -> Tensor | None:
+        """int64 [R], tokens of each prompt that are in the cache already; None: of none."""
+        return None if self.table is None else self.table.cached
+
+    @cached_property
+    def prompt_lengths(self) -> Tensor:
+        """int64 [R], tokens of each prompt: those in the cache already, and the packed ones."""
+        return self.lengths if self.cached is None else self.lengths + self.cached
+
+    @property
+    def longest_prompt(self) -> int:
+        """At least the longest of `prompt_lengths`."""
+        return self.longest if self.table is None else self.table.longest
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 [T], the slot of the cache that each packed row's key and value go to; page 0 takes rows without a sequence."""
+        row = torch.arange(self.num_tokens, device=self.lengths.device)
+        if self.table is None:
+            return row
+        # Where row is behind the last sequence, so is the sequence's number.
+        sequence = torch.searchsorted(torch.cumsum(self.lengths, 0), row, right=True)
+        owned = sequence < len(self.lengths)
+        sequence = torch.where(owned, sequence, 0)
+        token = row - self.starts[sequence]
+        if self.cached is not None:
+            token = token + self.cached[sequence]
+        size = self.table.page_size
+        token = torch.where(owned, token, 0)
+        slot = self.table.pages[sequence, token // size] * size + token % size
+        return torch.where(owned, slot, row % size)
+
+    @cached_property
+    def prompt_slots(self) -> Tensor:
+        """int64 [R, longest prompt], the slot of each token of each prompt; some slot of the cache behind a prompt's end."""
+        if self.table is None:
+            return self.padded
+        column = torch.arange(self.table.longest, device=self.lengths.device)
+        size = self.table.page_size
+        return self.table.pages[:, column // size] * size + column % size
+
 
 class KeyValueCache(Protocol):
-    """Where a batch's prompt keys and values are kept: slot t holds packed token t."""
+    """Where prompts' keys and values are kept; `PackedLayout.slots` says in which row."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [slots, kv heads, D] each."""
@@ -160,11 +226,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
-        """The plan of training and prefill: each sequence sees itself, causally. cache: where `run` keeps keys and values."""
+        """The plan of training and prefill: each sequence sees itself, causally, and what of its prompt the cache holds.
+
+        cache: where `run` keeps keys and values, in `layout.slots`.
+        """
 
     @abstractmethod
     def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
-        """Attention for the passes after a prefill whose keys and values are in `cache`.
+        """Attention for the passes after a prefill whose keys and values are in `cache`, in `layout.prompt_slots`.
 
         width: beams a request has at most. num_kept: passes whose keys and values a later pass reads.
         """
