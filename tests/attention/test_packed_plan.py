@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from polyrec.attention.layout import packed_layout
 from polyrec.attention.sdpa import PackedPlan, padded_prompt
+from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
 from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.kvcache.pool import KVPool
 
@@ -79,9 +82,47 @@ def test_a_pool_holds_the_prompts_keys_and_values():
     given = [strided_qkv(rng, 9, 4, 2, 4, torch.float32) for _ in range(2)]
     for layer, qkv in enumerate(given):
         plan.run(layer, *qkv)
-    for (keys, values), (_, key, value) in zip(padded_prompt(pool, layout, 2), given, strict=True):
+    for (keys, values), (_, key, value) in zip(
+        padded_prompt(pool, layout, AttentionNeeds(2, 4, 2, 4)), given, strict=True
+    ):
         start = 0
         for row, length in enumerate(lengths.tolist()):
             torch.testing.assert_close(keys[row, :, :length], key[start : start + length].transpose(0, 1))
             torch.testing.assert_close(values[row, :, :length], value[start : start + length].transpose(0, 1))
             start += length
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_the_rest_of_a_prompt_sees_what_is_cached_of_it(window, soft_cap):
+    """Prompts in shuffled pages, some with a cached beginning: the rest gets what the whole prompt would have got."""
+    rng = np.random.default_rng(7)
+    size, heads, kv_heads, dim = 4, 4, 2, 8
+    for _ in range(6):
+        cached = torch.from_numpy(rng.integers(0, 4, 3)) * size
+        lengths = torch.from_numpy(rng.integers(1, 9, 3))
+        whole = cached + lengths
+        pages = torch.from_numpy(rng.permutation(np.arange(1, 31)).reshape(3, 10)).int()
+        pool = KVPool(1, 31 * size, kv_heads, dim, dtype=torch.float64, device=torch.device("cpu"))
+        table = PageTable(pages, size, int(whole.max()))
+        parts = [strided_qkv(rng, int(length), heads, kv_heads, dim, torch.float64) for length in whole]
+
+        first = PackedLayout(cached, int(cached.max()), int(cached.sum()), table=table)
+        begun = [torch.cat([part[i][:n] for part, n in zip(parts, cached, strict=True)]) for i in range(3)]
+        if len(begun[0]):
+            PackedPlan(first, pool, REFERENCE_OPS.kv).run(0, *begun)
+        rest = PackedLayout(
+            lengths, int(lengths.max()), int(lengths.sum()), table=dataclasses.replace(table, cached=cached)
+        )
+        ended = [torch.cat([part[i][n:] for part, n in zip(parts, cached, strict=True)]) for i in range(3)]
+        out = PackedPlan(rest, pool, REFERENCE_OPS.kv, window=window, soft_cap=soft_cap).run(0, *ended)
+
+        expected = torch.cat(
+            [
+                PackedPlan(packed_layout(torch.tensor([len(part[0])])), window=window, soft_cap=soft_cap).run(0, *part)[
+                    n:
+                ]
+                for part, n in zip(parts, cached, strict=True)
+            ]
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..hardware.base.attention import (
     AttentionBackend,
+    AttentionNeeds,
     AttentionPlan,
     AttentionSupport,
     KeyValueCache,
@@ -25,9 +26,9 @@ Prompt = list[tuple[Tensor, Tensor]]
 
 
 class SdpaAttention(AttentionBackend):
-    """Any head size and dtype, sliding windows, soft caps, gradients; no latent keys and values."""
+    """Any head size and dtype, sliding windows, soft caps, gradients, cached prefixes; no latent keys and values."""
 
-    support = AttentionSupport(sliding_window=True, soft_cap=True, train=True)
+    support = AttentionSupport(sliding_window=True, soft_cap=True, train=True, prefix=True)
 
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
         needs = self.needs
@@ -35,14 +36,14 @@ class SdpaAttention(AttentionBackend):
 
     def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
         needs = self.needs
-        prompt = padded_prompt(cache, layout, needs.num_layers)
+        prompt = padded_prompt(cache, layout, needs)
         rows = len(layout.lengths) * width
         suffix = BeamSuffix(needs.num_layers, num_kept, rows, needs.num_kv_heads, needs.head_dim, like=prompt[0][0])
-        return SdpaSearch(prompt, layout.lengths, suffix, window=needs.sliding_window, soft_cap=needs.soft_cap)
+        return SdpaSearch(prompt, layout.prompt_lengths, suffix, window=needs.sliding_window, soft_cap=needs.soft_cap)
 
 
 class PackedPlan(AttentionPlan):
-    """Sequences attend to themselves only. With a cache, keys and values are kept in slots 0…T−1 for the search."""
+    """Sequences attend to themselves and to what the cache holds of their prompts; a cache keeps their keys and values."""
 
     def __init__(
         self,
@@ -59,9 +60,11 @@ class PackedPlan(AttentionPlan):
         self._cache = cache
         self._ops = ops
         self._soft_cap = soft_cap
-        self._slots = torch.arange(layout.num_tokens, device=layout.lengths.device) if cache is not None else None
+        self._slots = layout.slots if cache is not None else None
+        self._prompt_slots = None if layout.cached is None else layout.prompt_slots
         # torch's causal attention needs no mask, and is faster without: padding stands behind every real token of its row.
-        plain = layout.branch is None and soft_cap is None and (window is None or window >= layout.longest)
+        within = window is None or window >= layout.longest
+        plain = layout.branch is None and layout.cached is None and soft_cap is None and within
         self._mask = None if plain else packed_mask(layout, window)
 
     def target(self, layer: int) -> WriteTarget | None:
@@ -76,7 +79,7 @@ class PackedPlan(AttentionPlan):
         return self.run_written(layer, query, key, value)
 
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (pad(x, self._shape, self._flat).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (part.transpose(1, 2) for part in self._padded(layer, query, key, value))
         mask = None if self._mask is None else self._mask.to(q.dtype)
         if self._soft_cap is not None:
             out = capped_attention(q, k, v, mask, self._soft_cap)
@@ -86,6 +89,14 @@ class PackedPlan(AttentionPlan):
             )
         rows = out.transpose(1, 2).flatten(0, 1)
         return (rows if self._flat is None else rows.index_select(0, self._flat)).flatten(1)
+
+    def _padded(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, L, heads, D], and the keys and values that they may see: the packed ones, or all of their prompts."""
+        query = pad(query, self._shape, self._flat)
+        if self._prompt_slots is None or self._cache is None:
+            return query, pad(key, self._shape, self._flat), pad(value, self._shape, self._flat)
+        keys, values = (part[self._prompt_slots].to(query.dtype) for part in self._cache.layer(layer))
+        return query, keys, values
 
 
 def is_full(layout: PackedLayout) -> bool:
@@ -105,7 +116,12 @@ def pad(packed: Tensor, shape: tuple[int, int], flat: Tensor | None) -> Tensor:
 
 
 def packed_mask(layout: PackedLayout, window: int | None) -> Tensor:
-    """fp32 [R or 1, 1, L, L]: 0 where a query (row) sees a key (column), else −inf. Every place sees itself, padding too."""
+    """fp32 [R or 1, 1, L, L]: 0 where a query (row) sees a key (column), else −inf. Every place sees itself, padding too.
+
+    With cached tokens [R, 1, L, longest prompt]: keys are all of a prompt, queries its last tokens.
+    """
+    if layout.cached is not None:
+        return prefix_mask(layout, layout.cached, window)
     column = torch.arange(layout.padded.shape[1], device=layout.padded.device)
     seen = (column[:, None] >= column)[None]
     if layout.branch is not None:
@@ -114,6 +130,22 @@ def packed_mask(layout: PackedLayout, window: int | None) -> Tensor:
     if window is not None:
         position = seen.sum(-1)  # a place's number along its prompt and its own branch
         seen = seen & (position[:, :, None] - position[:, None, :] < window)
+    return as_bias(seen)
+
+
+def prefix_mask(layout: PackedLayout, cached: Tensor, window: int | None) -> Tensor:
+    """fp32 [R, 1, L, longest prompt]. cached: int64 [R], the position of each sequence's first query."""
+    assert layout.branch is None, "branches are packed for training, which reuses no prefix"
+    position = cached[:, None, None] + torch.arange(layout.longest, device=cached.device)[:, None]
+    column = torch.arange(layout.longest_prompt, device=cached.device)
+    seen = column <= position
+    if window is not None:
+        seen &= position - column < window
+    return as_bias(seen)
+
+
+def as_bias(seen: Tensor) -> Tensor:
+    """bool [R or 1, L, L'] -> fp32 [R or 1, 1, L, L']."""
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
 
 
@@ -260,9 +292,9 @@ class BeamPlan(AttentionPlan):
         return [*own, (key, value)]
 
 
-def padded_prompt(cache: KeyValueCache, layout: PackedLayout, num_layers: int) -> Prompt:
+def padded_prompt(cache: KeyValueCache, layout: PackedLayout, needs: AttentionNeeds) -> Prompt:
     """Per layer the prompts' keys and values as [R, kv heads, L, D], gathered once for all passes of a search."""
     return [
-        tuple(part[layout.padded].transpose(1, 2).contiguous() for part in cache.layer(layer))  # type: ignore[misc]
-        for layer in range(num_layers)
+        tuple(part[layout.prompt_slots].to(needs.dtype).transpose(1, 2).contiguous() for part in cache.layer(layer))  # type: ignore[misc]
+        for layer in range(needs.num_layers)
     ]

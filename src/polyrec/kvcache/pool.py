@@ -22,8 +22,8 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self._shape = (num_layers, num_slots, num_kv_heads, head_dim)
-        self.keys = torch.empty(self._shape, dtype=dtype, device=device)
-        self.values = torch.empty_like(self.keys)
+        self.keys = torch.zeros(self._shape, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
 
     @property
     def num_slots(self) -> int:
@@ -33,8 +33,8 @@ class KVPool:
         """Makes room for a batch of `num_tokens`; what the pool held before is gone."""
         if num_tokens > self.num_slots:
             self._shape = (self._shape[0], num_tokens, *self._shape[2:])
-            self.keys = self.keys.new_empty(self._shape)
-            self.values = torch.empty_like(self.keys)
+            self.keys = self.keys.new_zeros(self._shape)
+            self.values = torch.zeros_like(self.keys)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [slots, kv heads, D]."""
