@@ -213,6 +213,19 @@ def test_kv_write_touches_its_slots_only():
     assert torch.equal(values, expected_values)
 
 
+@pytest.mark.parametrize("scale", [1.0, 400.0])
+def test_kv_write_into_e4m3_pages_saturates(scale):
+    """The nearest e4m3 number, and ±448 for what is larger: torch's own conversion makes that a NaN."""
+    keys, values = (torch.zeros(9, 2, 4).to(torch.float8_e4m3fn) for _ in range(2))
+    key, value = draw(3, 2, 4, seed=20) * scale, draw(3, 2, 4, seed=21) * scale
+    slots = torch.tensor([7, 0, 4])
+    REFERENCE_OPS.kv.write(key, value, keys, values, slots)
+    for cache, rows in ((keys, key), (values, value)):
+        expected = np.zeros((9, 2, 4))
+        expected[slots] = nearest(rows.double().clamp(-448, 448))
+        np.testing.assert_array_equal(decode(cache), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 17])
 def test_linear_cross_entropy(rows):
     hidden, weight = draw(rows, 12, seed=13), draw(30, 12, seed=14)

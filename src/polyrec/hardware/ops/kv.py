@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from .draw import Draw
-from .spec import INFER, Case, Lookup, op, reference_group
+from .linear import FP8_MAX
+from .spec import FP8, INFER, Case, Lookup, op, reference_group
 
 
 def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """key and value [T, KV, D] go to rows `slots` int64 [T] of the caches [slots, KV, D]; slots are distinct."""
-    key_cache.index_copy_(0, slots, key)
-    value_cache.index_copy_(0, slots, value)
+    """key and value [T, KV, D] go to rows `slots` int64 [T] of the caches [slots, KV, D]; slots are distinct.
+
+    Caches of another dtype get the values converted; e4m3 ones saturated at ±448, with no scale.
+    """
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        if cache.dtype == FP8:  # torch's CPU can index bytes, not e4m3
+            rows = rows.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache.index_copy_(0, slots, rows.to(cache.dtype))
 
 
 def copy_pages(key_cache: Tensor, value_cache: Tensor, source: Tensor, target: Tensor, page_size: int) -> None:
