@@ -234,7 +234,7 @@ def test_sigterm_answers_what_is_here(folder: Path) -> None:
     ("flags", "code"),
     [
         (["--host", "0.0.0.0"], "api_key_required"),
-        (["--max-n", "0"], "config_invalid"),
+        (["--max-beam-width", "0"], "config_invalid"),
         (["--timeout", "0"], "config_invalid"),
     ],
 )

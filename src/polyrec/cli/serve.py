@@ -35,7 +35,7 @@ def serve(
         typer.Option(envvar="POLYREC_API_KEY", show_default=False, help="Key that requests must carry."),
     ] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is answered 429.")] = 256,
-    max_n: Annotated[int, typer.Option(help="Largest n and beam_width of a request.")] = 1024,
+    max_beam_width: Annotated[int, typer.Option(help="Largest n and beam_width of a request.")] = 1024,
     max_batch: Annotated[int, typer.Option(help="Most requests in one engine batch.")] = 32,
     max_batch_tokens: Annotated[int, typer.Option(help="Most prompt tokens in one engine batch.")] = 16_384,
     eager: Annotated[
@@ -64,7 +64,7 @@ def serve(
         "port": port,
         "api_key": api_key,
         "max_queue": max_queue,
-        "max_n": max_n,
+        "max_beam_width": max_beam_width,
         "max_batch": max_batch,
         "max_batch_tokens": max_batch_tokens,
         "eager": eager,

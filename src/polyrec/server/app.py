@@ -50,7 +50,7 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         service = _ready_service(state)
         body = parse_body(RecommendBody, await read_body(request, settings.max_body_bytes, deadline))
         # In a host thread: a long history or list takes milliseconds to turn into a prompt and a trie.
-        future = await run_in_threadpool(service.loop.submit, body.to_request(settings.max_n))
+        future = await run_in_threadpool(service.loop.submit, body.to_request(settings.max_beam_width))
         answer = await wait_answer(future, request, deadline)
         _note(request, metrics, answer)
         timing_ms = round(deadline.elapsed * 1000, 3)
@@ -63,7 +63,7 @@ def _add_chat(router: APIRouter, state: ServerState, settings: ServerSettings, m
         deadline = Deadline(settings.timeout)
         service = _ready_service(state)
         body = parse_body(ChatBody, await read_body(request, settings.max_body_bytes, deadline))
-        body.check(settings.max_n, state.model_name, service.layout.depth)
+        body.check(settings.max_beam_width, state.model_name, service.layout.depth)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         token_ids = await run_in_threadpool(service.chat.token_ids, messages)
         future = await run_in_threadpool(service.loop.submit_prompt, token_ids, body.n, body.beam_width)

@@ -47,9 +47,9 @@ class ChatBody(Body):
     temperature: float | None = None
     stream: bool = False
 
-    def check(self, max_n: int, model_name: str, depth: int) -> None:
+    def check(self, max_beam_width: int, model_name: str, depth: int) -> None:
         """Refuses what beam search over a catalog cannot honour."""
-        checked_width(self.n, self.beam_width, max_n)
+        checked_width(self.n, self.beam_width, max_beam_width)
         if self.temperature not in (None, 0):
             raise RequestError(
                 "sampling_unsupported",

@@ -49,7 +49,7 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     config = EngineConfig(
         score_rule=settings.score_rule,
         limits=BatchLimits(max_requests=settings.max_batch, max_tokens=settings.max_batch_tokens),
-        graphs=None if settings.eager else graph_sizes(settings.max_n),
+        graphs=None if settings.eager else graph_sizes(settings.max_beam_width),
         model=settings.model,
     )
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)

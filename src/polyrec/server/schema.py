@@ -1,6 +1,6 @@
 """What goes over the wire: request bodies (unknown keys refused, types strict), answers, and how a fault is told.
 
-Limits that depend on the server's settings (max_n) are checked in `checked_width`; the rest stands on the fields.
+What depends on the server's settings (max_beam_width) is checked in `checked_width`; the rest stands on the fields.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class RecommendBody(Body):
     unknown: Literal["drop", "error"] = "drop"
     cold: Literal["popular", "error"] = "popular"
 
-    def to_request(self, max_n: int) -> RecommendRequest:
+    def to_request(self, max_beam_width: int) -> RecommendRequest:
         """The engine's request, its width checked against the server's limit."""
-        checked_width(self.n, self.beam_width, max_n)
+        checked_width(self.n, self.beam_width, max_beam_width)
         if self.allow is not None and not self.allow:
             raise RequestError("allow_empty", "'allow' is an empty list: no item may be returned.", "Leave it out.")
         return RecommendRequest(
@@ -145,14 +145,14 @@ def parse_body(cls: type[B], body: bytes) -> B:
         raise _refusal(cls, error) from error
 
 
-def checked_width(n: int, beam_width: int | None, max_n: int) -> None:
-    """n within 1…max_n, beam_width within n…max_n."""
-    if not 1 <= n <= max_n:
-        raise RequestError("n_out_of_range", f"n is {n}; this server allows 1 to {max_n}.", "Correct n.")
-    if beam_width is not None and not n <= beam_width <= max_n:
+def checked_width(n: int, beam_width: int | None, max_beam_width: int) -> None:
+    """n within 1…max_beam_width, beam_width within n…max_beam_width."""
+    if not 1 <= n <= max_beam_width:
+        raise RequestError("n_out_of_range", f"n is {n}; this server allows 1 to {max_beam_width}.", "Correct n.")
+    if beam_width is not None and not n <= beam_width <= max_beam_width:
         raise RequestError(
             "beam_width_out_of_range",
-            f"beam_width is {beam_width}; it must be at least n = {n} and at most {max_n}.",
+            f"beam_width is {beam_width}; it must be at least n = {n} and at most {max_beam_width}.",
             "Correct beam_width, or leave it out.",
         )
 

@@ -19,7 +19,7 @@ NO_KEY_HOSTS = ("127.0.0.1", "localhost")
 class ServerSettings(Settings):
     """host, port: where to listen (port 0: the system picks). api_key: asked of every /v1 and /metrics request.
 
-    max_queue: requests that may wait; one more gets 429. max_n: largest n and beam_width of a request.
+    max_queue: requests that may wait; one more gets 429. max_beam_width: largest n and beam_width of a request.
     max_batch, max_batch_tokens: requests and prompt tokens in one engine batch. eager: without recorded graphs.
     timeout: seconds a request may take, from its first byte to its answer.
     max_body_bytes: largest request body.
@@ -31,7 +31,7 @@ class ServerSettings(Settings):
     port: int = Field(default=8000, ge=0, le=65535)
     api_key: SecretStr | None = None
     max_queue: int = Field(default=256, ge=1)
-    max_n: int = Field(default=1024, ge=1)
+    max_beam_width: int = Field(default=1024, ge=1)
     max_batch: int = Field(default=32, ge=1)
     max_batch_tokens: int = Field(default=16_384, ge=1)
     eager: bool = False
