@@ -43,6 +43,8 @@ def test_layers_and_halves_are_apart():
     assert pool.values[:, -1, -1, -1].tolist() == [10, 11, 12]
 
 
-def test_bytes_per_token():
-    pool = make(100, torch.bfloat16)
-    assert (pool.keys.nbytes + pool.values.nbytes) / 100 == 2 * 2 * 4 * 3 * 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_bytes_per_token(dtype):
+    pool = make(100, dtype)
+    assert (pool.keys.nbytes + pool.values.nbytes) / 100 == pool.bytes_per_token == 2 * 2 * 4 * 3 * dtype.itemsize
+    assert make(0, dtype).bytes_per_token == pool.bytes_per_token

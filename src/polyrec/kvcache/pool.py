@@ -29,6 +29,12 @@ class KVPool:
     def num_slots(self) -> int:
         return self._shape[1]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values in all layers."""
+        num_layers, _, num_kv_heads, head_dim = self._shape
+        return 2 * num_layers * num_kv_heads * head_dim * self.keys.element_size()
+
     def reserve(self, num_tokens: int) -> None:
         """Makes room for a batch of `num_tokens`; what the pool held before is gone."""
         if num_tokens > self.num_slots:
