@@ -215,10 +215,12 @@ class AttentionBackend(ABC):
 
     support: what it can do; a model that needs more is refused before this is built. capturable: shapes follow from the
     layout's longest and num_tokens alone and nothing synchronises, so prefill and search can be captured.
+    max_recorded_prefill: a recorded prefill of more tokens would be slower than a launched one; None: record all sizes.
     """
 
     support: ClassVar[AttentionSupport]
     capturable: ClassVar[bool] = False
+    max_recorded_prefill: ClassVar[int | None] = None
 
     def __init__(self, needs: AttentionNeeds, ops: PlatformOps) -> None:
         self.needs = needs
