@@ -89,12 +89,13 @@ def test_without_flags_a_command_gets_the_defaults(given):
 
 
 def test_every_flag_reaches_its_setting(given):
-    flags = ["--hardware-platform", "cpu", "--device", "cpu:0", "--allow-cpu", "--attention", "sdpa"]
+    flags = ["--hardware-platform", "cpu", "--device", "cpu:0", "--gpu", "0", "--allow-cpu", "--attention", "sdpa"]
     flags += ["--extra-ops", "a_b,c", "--extra-ops", "d", "--extra-att", "e", "--fallback", "strict"]
     flags += ["--op", "norm.rms_norm=a_b", "--op", "act.silu_and_mul=c", "--verify-plugins", "full"]
     assert given(*flags) == HardwareConfig(
         hardware_platform="cpu",
         device="cpu:0",
+        gpu=0,
         allow_cpu=True,
         attention="sdpa",
         extra_ops=("a_b", "c", "d"),
@@ -139,6 +140,7 @@ def test_underscores_for_a_commands_own_flags_choices_and_paths(polyrec, tmp_pat
     [
         (["--op", "norm.rms_norm"], "norm.rms_norm=plugin"),
         (["--op", "=x"], "norm.rms_norm=plugin"),
+        (["--gpu", "-1"], "gpu"),
         (["--op", "kv.write=a,kv.write=b"], "'kv.write' is given to 'a' and to 'b'"),
     ],
 )

@@ -141,6 +141,30 @@ def test_a_device_implies_the_platform(machine):
     assert choose(hardware_platform="abacus", device="beads:2") == ("abacus", 2)
 
 
+def test_an_index_of_whatever_device_it_is(machine):
+    machine(abacus_on_beads=USABLE, quipu=ABSENT)
+    assert choose(gpu=1) == choose(gpu=1, device="beads") == choose(gpu=1, device="abacus:1") == ("abacus", 1)
+    assert choose(gpu=1, hardware_platform="abacus") == ("abacus", 1)
+    assert choose(gpu=0) == choose(gpu=0, device="beads:0") == ("abacus", 0)
+    assert choose(gpu=0, hardware_platform="cpu") == ("cpu", 0)
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("beads:0", 1), ("beads:1", 0), ("abacus:1", 2), ("cpu:0", 1)])
+def test_two_indices_that_differ(machine, device, gpu):
+    machine(abacus_on_beads=USABLE)
+    text = refused("device_index_differs", device=device, gpu=gpu)
+    assert all(words in text for words in (f"--device {device}", f"--gpu {gpu}"))
+
+
+def test_the_host_has_no_second_device(machine):
+    machine(abacus=ABSENT)
+    for config in ({}, {"hardware_platform": "cpu"}, {"device": "cpu"}):
+        assert build_hardware_backend(HardwareConfig(gpu=0, **config)).platform_name == "cpu"
+        with pytest.raises(HardwareError) as caught:
+            build_hardware_backend(HardwareConfig(gpu=1, **config))
+        assert caught.value.code == "device_index"
+
+
 def test_platforms_that_share_a_device_type(machine):
     machine(abacus_on_beads=ABSENT, soroban_on_beads=USABLE, loom=USABLE)
     assert choose(device="beads:1") == ("soroban", 1)

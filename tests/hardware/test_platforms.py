@@ -116,10 +116,11 @@ def test_the_same_hardware_in_other_words_is_no_change():
         from polyrec.hardware import HardwareConfig, get_hardware_backend
         first = get_hardware_backend(HardwareConfig(device="cpu"))
         ways = [{}, {"hardware_platform": "cpu"}, {"device": "cpu:0"}, {"hardware_platform": "cpu", "device": "cpu"},
-                {"allow_cpu": True}]
+                {"allow_cpu": True}, {"gpu": 0}, {"device": "cpu", "gpu": 0}]
         same = [get_hardware_backend(HardwareConfig(**way)) is first for way in ways]
         refused = []
-        for way in ({"device": "cpu:1"}, {"device": "cuda"}, {"device": "cpu", "fallback": "strict"}):
+        ways = ({"device": "cpu:1"}, {"device": "cuda"}, {"device": "cpu", "fallback": "strict"}, {"gpu": 1})
+        for way in ways:
             try:
                 get_hardware_backend(HardwareConfig(**way))
             except HardwareError as error:
@@ -127,11 +128,12 @@ def test_the_same_hardware_in_other_words_is_no_change():
         print(json.dumps({"same": same, "refused": refused}))
         """
     )
-    assert found["same"] == [True] * 5
-    assert [code for code, _ in found["refused"]] == ["hardware_chosen_already"] * 3
-    device, other, strict = (message for _, message in found["refused"])
+    assert found["same"] == [True] * 7
+    assert [code for code, _ in found["refused"]] == ["hardware_chosen_already"] * 4
+    device, other, strict, index = (message for _, message in found["refused"])
     assert "device='cpu:0'" in device
     assert "device='cpu:1'" in device
+    assert device == index
     assert "device='cuda'" in other
     assert "fallback='strict'" in strict
     assert "device" not in strict, "what does not differ is not told"

@@ -27,6 +27,7 @@ def _flags() -> Iterator[inspect.Parameter]:
     own = functools.partial(flag, HardwareConfig, PANEL)
     yield own("hardware_platform", str, f"{AUTO} (the accelerator that answers), {', '.join(platform_names())}.")
     yield own("device", str | None, "The device, as torch spells it; implies the platform.", metavar="TYPE[:INDEX]")
+    yield own("gpu", int | None, "Index of the device, whatever the platform.", metavar="INDEX")
     yield own("allow_cpu", bool, f"Let {AUTO} take the CPU although an accelerator's probe failed.", "--allow-cpu")
     yield own("extra_ops", list[str], "Plugins of operations to load: entry points, as a,b.", metavar="NAMES")
     yield own("extra_att", list[str], "Plugins of attention to load: entry points, as a,b.", metavar="NAMES")

@@ -1,4 +1,5 @@
-"""Which platform this process runs on: the one named, the one of `--device`, or the accelerator that answers."""
+"""Which platform this process runs on: the one named, the one of `--device`, or the accelerator that answers; and which
+of its devices."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ class Choice:
 
 
 def choose_platform(config: HardwareConfig) -> Choice:
-    """Errors: those of `platform_class` and `parse_device`, `platform_unusable`, `probe_failed`, `platforms_ambiguous`,
+    """Errors: those of `platform_class` and `asked_device`, `platform_unusable`, `probe_failed`, `platforms_ambiguous`,
     `device_platform_differs`, `device_unknown`."""
-    device, index = parse_device(config.device)
+    device, index = asked_device(config)
     if config.hardware_platform != AUTO:
         cls = platform_class(config.hardware_platform)
         if device not in (None, cls.device_type, cls.platform_name):
@@ -88,6 +89,23 @@ def probe_accelerators(device_type: str | None = None) -> dict[str, Probe]:
     if device_type is None:
         return probes
     return {name: probe for name, probe in probes.items() if _device_type(name) in (device_type, None)}
+
+
+def asked_device(config: HardwareConfig) -> tuple[str | None, int]:
+    """What `--device` and `--gpu` say together: torch's name of the type, None where it is left open, and the index.
+
+    Errors: `device_invalid`, `device_index_differs`.
+    """
+    kind, index = parse_device(config.device)
+    if config.gpu is None:
+        return kind, index
+    if config.device is not None and ":" in config.device and index != config.gpu:
+        raise HardwareError(
+            "device_index_differs",
+            f"--device {config.device} and --gpu {config.gpu} name two devices.",
+            "Leave out one of the two.",
+        )
+    return kind, config.gpu
 
 
 def parse_device(device: str | None) -> tuple[str | None, int]:

@@ -16,7 +16,7 @@ from ..core.errors import HardwareError, PolyrecError
 from .attention_choice import AttentionChoice
 from .base.backend import HardwareBackend
 from .base.config import AUTO, HardwareConfig
-from .choose import Choice, choose_platform, parse_device
+from .choose import Choice, asked_device, choose_platform
 from .plugin.common import Plugins, configure_plugins
 from .plugin.declare import API_VERSION
 from .plugin.ops import verify_ops
@@ -212,8 +212,9 @@ def _refuse_other(config: HardwareConfig, earlier: HardwareConfig, backend: Hard
 
 
 def _settled(config: HardwareConfig, backend: HardwareBackend) -> HardwareConfig:
-    """The config as it came out: `auto` on a CPU, `cpu` and `--device cpu:0` are the same, as are plugins in another order."""
-    kind, index = parse_device(config.device)
+    """The config as it came out: `auto` on a CPU, `cpu`, `--device cpu:0` and `--gpu 0` are the same, as are plugins in another
+    order."""
+    kind, index = asked_device(config)
     own = kind in (None, backend.platform_name, backend.device_type)
     return config.model_copy(
         update={
@@ -221,6 +222,7 @@ def _settled(config: HardwareConfig, backend: HardwareBackend) -> HardwareConfig
             if config.hardware_platform == AUTO
             else config.hardware_platform,
             "device": f"{backend.device_type}:{index}" if own else config.device,
+            "gpu": None,
             "allow_cpu": False,
             "extra_ops": tuple(sorted(config.extra_ops)),
             "extra_att": tuple(sorted(config.extra_att)),

@@ -18,15 +18,17 @@ Purpose = Literal["infer", "train"]
 class HardwareConfig(Settings):
     """hardware_platform: a registered name, or auto (the accelerator whose probe answers yes, else the CPU).
 
-    device: TYPE[:INDEX] as torch spells it; it implies the platform. allow_cpu: auto may take the CPU although an
-    accelerator's probe failed. extra_ops, extra_att: plugins to load, by entry-point name. op: field -> plugin, which
-    settles two plugins for one field. attention: a backend's name, or auto. fallback: what happens when a tier D
-    operation is missing: refused, decomposed and reported, or decomposed in silence (counted all the same).
-    verify_plugins: how much a plugin's numbers are checked before it is used. purpose: train asks for gradients.
+    device: TYPE[:INDEX] as torch spells it; it implies the platform. gpu: index of the platform's device, whatever the
+    platform. allow_cpu: auto may take the CPU although an accelerator's probe failed. extra_ops, extra_att: plugins to
+    load, by entry-point name. op: field -> plugin, which settles two plugins for one field. attention: a backend's name,
+    or auto. fallback: what happens when a tier D operation is missing: refused, decomposed and reported, or decomposed in
+    silence (counted all the same). verify_plugins: how much a plugin's numbers are checked before it is used. purpose:
+    train asks for gradients.
     """
 
     hardware_platform: str = AUTO
     device: str | None = None
+    gpu: int | None = Field(default=None, ge=0)
     allow_cpu: bool = False
     extra_ops: tuple[str, ...] = ()
     extra_att: tuple[str, ...] = ()
