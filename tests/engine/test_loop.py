@@ -192,3 +192,62 @@ def test_requests_racing_with_a_drain_are_answered_or_refused(recommender):
     assert len(futures) + len(refused) == 120
     assert set(refused) <= {"stopping"}
     assert all(future.done() and len(future.result(0).items) == 3 for future in futures)
+
+
+def test_a_call_runs_in_the_engine_s_thread_between_two_batches(held):
+    loop, entered, release = held
+    running = loop.submit(ask(0))
+    assert entered.wait(WAIT_S)
+    called, gone = loop.call(threading.get_ident), loop.call(threading.get_ident)
+    refused = loop.call(lambda: loop.submit(ask(1, n=0)))
+    assert gone.cancel()
+    assert not called.done()
+    release.set()
+    assert called.result(WAIT_S) == loop.call(threading.get_ident).result(WAIT_S) != threading.get_ident()
+    with pytest.raises(RequestError):
+        refused.result(WAIT_S)
+    assert len(running.result(WAIT_S).items) == len(loop.submit(ask(2)).result(WAIT_S).items) == 3
+
+
+def test_calls_are_made_while_batches_follow_each_other(recommender):
+    """A loop that is never idle takes them all the same."""
+    loop = EngineLoop(recommender)
+    step, called = recommender.engine.step, []
+
+    def step_that_asks_again():
+        if not called:
+            futures.append(loop.submit(ask(len(futures) % 60)))
+        return step()
+
+    recommender.engine.step = step_that_asks_again
+    loop.start()
+    futures = [loop.submit(ask(0))]
+    loop.call(lambda: called.append(len(futures))).result(WAIT_S)
+    assert loop.drain(WAIT_S)
+    assert called
+    assert all(len(future.result(0).items) == 3 for future in futures)
+
+
+def test_draining_makes_the_calls_that_wait_and_refuses_later_ones(held):
+    loop, entered, release = held
+    loop.submit(ask(0))
+    assert entered.wait(WAIT_S)
+    waiting = loop.call(lambda: "called")
+    assert not loop.drain(0.01)
+    with pytest.raises(RequestError) as caught:
+        loop.call(lambda: None)
+    assert caught.value.code == "stopping"
+    release.set()
+    assert loop.drain(WAIT_S)
+    assert waiting.result(0) == "called"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_that_is_a_mistake_of_ours_stops_the_loop(recommender):
+    loop = EngineLoop(recommender)
+    loop.start()
+    for future in (loop.call(lambda: 1 / 0), loop.call(lambda: None)):
+        with pytest.raises(RequestError) as caught:
+            future.result(WAIT_S)
+        assert caught.value.code == "engine_failed"
+    assert loop.drain(WAIT_S)

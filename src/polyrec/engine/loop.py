@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
-from ..core.errors import RequestError
+from ..core.errors import PolyrecError, RequestError
 from ..core.request import Recommendation, RecommendRequest
 from .batching import SearchResult
 from .recommender import Prepared, Recommender
 
 _IDLE_WAIT_S = 0.05
 Asked = tuple[Prepared, Future[Recommendation]]
+T = TypeVar("T")
 
 
 class EngineLoop:
@@ -23,6 +25,7 @@ class EngineLoop:
     def __init__(self, recommender: Recommender, max_queue: int = 256) -> None:
         self.recommender = recommender
         self._queue: queue.Queue[Asked] = queue.Queue(max_queue)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._gate = threading.Lock()  # between a request that enters and the thread that leaves
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
@@ -63,6 +66,14 @@ class EngineLoop:
         """Queues a search from a ready prompt."""
         return self._enqueue(self.recommender.prepare_prompt(token_ids, n, beam_width))
 
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function in the engine's thread, before its next batch. Error: `stopping` (503)."""
+        future: Future[T] = Future()
+        with self._gate:
+            self._refuse_stopped()
+            self._calls.put((function, future))
+        return future
+
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests, serves those that wait, and stops the thread; False when it is not done in time."""
         with self._gate:
@@ -74,8 +85,7 @@ class EngineLoop:
     def _enqueue(self, prepared: Prepared) -> Future[Recommendation]:
         future: Future[Recommendation] = Future()
         with self._gate:
-            if self._stopping.is_set() or not self._thread.is_alive():
-                raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
+            self._refuse_stopped()
             try:
                 self._queue.put_nowait((prepared, future))
             except queue.Full:
@@ -83,6 +93,10 @@ class EngineLoop:
                     "queue_full", f"{self._queue.maxsize} requests are waiting already.", "Try again later.", status=429
                 ) from None
         return future
+
+    def _refuse_stopped(self) -> None:
+        if self._stopping.is_set() or not self._thread.is_alive():
+            raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
 
     def _serve(self) -> None:
         try:
@@ -93,9 +107,13 @@ class EngineLoop:
             while not self._queue.empty():
                 _, future = self._queue.get_nowait()
                 self._fail_unanswered([future] if future.set_running_or_notify_cancel() else [])
+            while not self._calls.empty():
+                _, future = self._calls.get_nowait()
+                self._fail_unanswered([future] if future.set_running_or_notify_cancel() else [])
 
     def _serve_all(self) -> None:
-        while not (self._stopping.is_set() and self._queue.empty()):
+        while not (self._stopping.is_set() and self._queue.empty() and self._calls.empty()):
+            self._run_calls()
             if waiting := self._collect(_IDLE_WAIT_S):
                 self._run(waiting)
 
@@ -105,6 +123,7 @@ class EngineLoop:
         with self.recommender.lock:
             try:
                 while waiting or asked:
+                    self._run_calls()
                     started = time.perf_counter()
                     for prepared, future in waiting:
                         self._stats["prompt_tokens"] += len(prepared.search.prompt)
@@ -120,8 +139,21 @@ class EngineLoop:
                 engine.forget_waiting()
                 self._fail_unanswered(asked)
 
+    def _run_calls(self) -> None:
+        while not self._calls.empty():
+            function, future = self._calls.get_nowait()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except PolyrecError as error:
+                future.set_exception(error)
+            except BaseException:
+                self._fail_unanswered([future])
+                raise
+
     @staticmethod
-    def _fail_unanswered(futures: Iterable[Future[Recommendation]]) -> None:
+    def _fail_unanswered(futures: Iterable[Future[Any]]) -> None:
         for future in futures:
             if not future.done():
                 future.set_exception(
