@@ -53,6 +53,14 @@ def test_one_profile_at_a_time(tmp_path):
     assert refused(tracer.stop) == ("profile_not_running", 409)
 
 
+def test_the_end_writes_what_runs(tmp_path):
+    tracer = Tracer(RUNTIME, tmp_path)
+    assert tracer.end() is None
+    tracer.start()
+    assert [tracer.end()] == list(tmp_path.iterdir())
+    assert tracer.end() is None
+
+
 def test_a_folder_that_cannot_be_written_loses_the_trace_and_no_more(tmp_path):
     (tmp_path / "file").touch()
     tracer = Tracer(RUNTIME, tmp_path / "file" / "below")

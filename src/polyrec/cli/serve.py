@@ -45,6 +45,9 @@ def serve(
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
+    profile_dir: Annotated[
+        Path | None, typer.Option(help="Take profiles when POST /v1/profile/start asks, and write them here.")
+    ] = None,
     *,
     options: ModelOptions,
     hardware: HardwareConfig,
@@ -74,6 +77,7 @@ def serve(
         "model": options,
         "hardware": hardware,
         "num_threads": num_threads,
+        "profile_dir": profile_dir,
     }
     settings = make_settings(ServerSettings, values, where="polyrec serve")
     configure_logs(settings.log_level)  # before the hardware is chosen, whose warnings are log lines too

@@ -47,6 +47,10 @@ class Tracer:
         except (RuntimeError, OSError) as error:
             raise _failed("written", error) from error
 
+    def end(self) -> Path | None:
+        """Stops the profile if one runs. To be called before the process ends: torch crashes it else."""
+        return None if self._running is None else self.stop()
+
 
 def export_trace(profiler: profile, path: Path) -> Path:
     """Writes what a profiler that has stopped recorded; returns the path."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -18,6 +19,7 @@ from .chat_schema import ChatAnswer, ChatBody
 from .context import RequestContext
 from .faults import add_fault_handlers, retry_after
 from .metrics import ServerMetrics
+from .profile import add_profile_routes
 from .schema import Body, ErrorAnswer, RecommendAnswer, RecommendBody, parse_body
 from .settings import ServerSettings
 from .state import ENGINE_STOPPED, ServerState, Service
@@ -36,6 +38,7 @@ def create_app(state: ServerState, settings: ServerSettings) -> ASGIApp:
     _add_chat(guarded, state, settings, metrics)
     _add_models(guarded, state)
     _add_metrics(guarded, metrics)
+    add_profile_routes(guarded, functools.partial(_ready_service, state))
     app.include_router(guarded)
     _add_probes(app, state)
     add_fault_handlers(app, state)

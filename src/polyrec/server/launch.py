@@ -50,6 +50,8 @@ def run_server(folder: str | Path, settings: ServerSettings, load: Load = load_s
                 server.run(sockets=[listener])
     # The executor was left, so loading has ended and its future holds a service or an error.
     service = loading.result()
+    if service.profile is not None:
+        service.profile.end()
     service.loop.drain(settings.timeout)
     logging.getLogger(LOGGER).info("stopped", extra={FIELDS: {"requests": service.loop.stats.get("requests", 0)}})
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from concurrent.futures import wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError
 from ..core.request import RecommendRequest
 from .chat import ChatPrompt, load_template
+from .profile import Profile, writable_folder
 from .settings import ServerSettings
 from .state import Loop, ServerState, Service
+
+if TYPE_CHECKING:
+    from ..engine.loop import EngineLoop
+    from ..hardware.base.runtime import Runtime
 
 NEEDED_FILES = ("config.json", "tokenizer.json", "catalog.parquet")
 
@@ -19,6 +25,8 @@ def check_start(folder: Path, settings: ServerSettings) -> None:
     from ..hardware import get_hardware_backend
 
     get_hardware_backend(settings.hardware)
+    if settings.profile_dir is not None:
+        writable_folder(settings.profile_dir)
     if not folder.is_dir():
         raise CheckpointError(
             "model_folder_missing", f"There is no folder {folder}.", "Give a model folder made by `polyrec train`."
@@ -60,7 +68,13 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
     _answer_one(loop, recommender.catalog.item_ids[0])
-    return Service(loop, recommender.layout, chat)
+    return Service(loop, recommender.layout, chat, _profile_of(loop, backend.runtime, settings.profile_dir))
+
+
+def _profile_of(loop: EngineLoop, runtime: Runtime, folder: Path | None) -> Profile | None:
+    from ..engine.trace import Tracer
+
+    return None if folder is None else Profile(loop, Tracer(runtime, writable_folder(folder)))
 
 
 def _answer_one(loop: Loop, item_id: str) -> None:

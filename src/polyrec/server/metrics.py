@@ -14,7 +14,17 @@ from prometheus_client.registry import Collector
 from .. import __version__
 from .state import ServerState
 
-ENDPOINTS = ("/v1/recommend", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
+ENDPOINTS = (
+    "/v1/recommend",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/profile/start",
+    "/v1/profile/stop",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/openapi.json",
+)
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ENGINE_COUNTERS = (
     ("requests", "polyrec_engine_requests", "Requests the engine finished."),

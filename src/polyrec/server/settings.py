@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr, model_validator
@@ -24,7 +25,7 @@ class ServerSettings(Settings):
     timeout: seconds a request may take, from its first byte to its answer.
     max_body_bytes: largest request body.
     score_rule: what a score is (core.request.ScoreRule). model: the model flags. hardware: the hardware flags.
-    num_threads: CPU threads of the engine (None: torch's choice).
+    num_threads: CPU threads of the engine (None: torch's choice). profile_dir: where traces go; None: none may be taken.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +43,7 @@ class ServerSettings(Settings):
     model: ModelOptions = ModelOptions()
     hardware: HardwareConfig = HardwareConfig()
     num_threads: int | None = Field(default=None, ge=1)
+    profile_dir: Path | None = None
 
     @model_validator(mode="after")
     def _open_address_needs_a_key(self) -> ServerSettings:

@@ -13,6 +13,7 @@ from ..sid.layout import SidLayout
 
 if TYPE_CHECKING:
     from .chat import ChatPrompt
+    from .profile import Profile
 
 READY, DRAINING, ENGINE_STOPPED = "ready", "draining", "engine_stopped"
 
@@ -44,11 +45,12 @@ class Loop(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """A loaded model, ready to answer."""
+    """A loaded model, ready to answer. profile: None where no profiles may be taken."""
 
     loop: Loop
     layout: SidLayout
     chat: ChatPrompt
+    profile: Profile | None = None
 
 
 @dataclass
