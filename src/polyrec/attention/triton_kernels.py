@@ -1,7 +1,7 @@
-"""Triton kernels of attention: packed sequences against their own keys, and beams against one shared copy of their prompt.
+"""Triton kernels of attention: packed sequences against their own keys, and query rows against a prompt in the cache.
 
-Prompt keys and values lie in a cache of rows [slots, kv heads, D], packed token t in slot t. A program never looks beyond its
-own request: what a request gets does not depend on its neighbours.
+A cache has rows [slots, kv heads, D], in pages that a table names, or packed. What a program does is listed (`triton_work`); it
+never looks beyond its own request: what a request gets does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -9,9 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_work import (
+    BEFORE,
+    BEGIN,
+    END,
+    FIRST_PART,
+    FIRST_ROW,
+    ITEM_SIZE,
+    OUT,
+    PART_ROW,
+    PART_ROWS,
+    REQUEST,
+    REQUEST_SIZE,
+    ROWS_OF,
+    SPANS,
+    TILE,
+)
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 TWO_LOG2E: tl.constexpr = tl.constexpr(2.8853900817779268)
 NEVER: tl.constexpr = tl.constexpr(float("-inf"))
+UNROLL: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -37,20 +55,19 @@ def _attend(scores, value, top, total, acc):
 
 @triton.jit
 def packed_kernel(
-    query, key, value, result, starts, lengths, scale, soft_cap, window,
+    query, key, value, result, items, count, scale, soft_cap, window,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (block of ROWS queries, head, request): each packed sequence attends causally to itself."""
-    # The last blocks have the most keys, so they begin first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    request = tl.program_id(2)
-    length = tl.load(lengths + request).to(tl.int32)
-    if block * ROWS >= length:
+    """Programs (item, head): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
+    if tl.program_id(0) >= tl.load(count):
         return
-    first = tl.load(starts + request).to(tl.int64)
+    at = items + tl.program_id(0) * ITEM_SIZE
+    block = tl.load(at + TILE)
+    length = tl.load(at + ROWS_OF)
+    first = tl.load(at + FIRST_ROW).to(tl.int64)
+    head = tl.program_id(1)
     row = block * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, DIM)
     inside = row < length
@@ -89,112 +106,143 @@ def packed_kernel(
     tl.store(out, acc.to(result.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_row", "earlier"])
 def prompt_kernel(
-    query, keys, values, starts, lengths, spans, part, part_top, part_total,
-    width, window, scale, soft_cap, q_row, q_head, steps_after, num_rows,
+    query, keys, values, result, items, count, starts, pages, part, part_top, part_total,
+    page_row, earlier, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request · kv head, block of ROWS query rows, span): width · GROUP query rows against a span of one prompt.
+    """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
-    spans: int32 [R], tokens of a span. part: fp32 [spans, R · W, heads, DIM], not yet divided; part_top, part_total: fp32
-    [spans, R · W, heads], the running softmax in base 2. Spans behind a prompt's end are not written, and not read.
+    CAUSAL: queries are a prompt's last tokens; else beams, `earlier` tokens behind the prompt's next. PAGE: tokens of a page;
+    prompt r has `pages` int32 [R, page_row]; 0: it lies in slots from starts[r] on. part: fp32 [rows, heads, DIM], not yet
+    divided; part_top, part_total: fp32 [rows, heads], the running softmax in base 2. What is not cut goes to the result.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
-    request = (tl.program_id(0) // kv_heads).to(tl.int64)
-    kv_head = tl.program_id(0) % kv_heads
-    span = tl.program_id(2)
-    length = tl.load(lengths + request).to(tl.int32)
-    size = tl.load(spans + request)
-    begin = span * size
-    if begin >= length:
-        return
-    end = tl.minimum(begin + size, length)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = row < width * GROUP
-    beam = request * width + row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    kv_head = tl.program_id(1)
     lane = tl.arange(0, DIM)
-    q = tl.load(query + beam[:, None] * q_row + head[:, None] * q_head + lane, mask=inside[:, None], other=0.0)
-    top = tl.full([ROWS], NEVER, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    first = tl.load(starts + request).to(tl.int64)
-    if WINDOWED:
-        # The query stands steps_after tokens behind the prompt's last one.
-        oldest = length - 1 + steps_after - window + 1
-        begin = tl.maximum(begin, tl.maximum(oldest, 0))
-    for start in range(begin, end, KEYS):
-        number = start + tl.arange(0, KEYS)
-        there = number < end
-        place = ((first + number) * kv_heads + kv_head) * DIM
-        k = tl.load(keys + place[None, :] + lane[:, None], mask=there[None, :], other=0.0).to(q.dtype)
-        v = tl.load(values + place[:, None] + lane[None, :], mask=there[:, None], other=0.0).to(q.dtype)
-        scores = tl.where(there[None, :], _scores(q, k, scale, soft_cap, CAPPED), NEVER)
-        top, total, acc = _attend(scores, v, top, total, acc)
-    out = (span * num_rows + beam) * HEADS + head
-    tl.store(part + out[:, None] * DIM + lane, acc, mask=inside[:, None])
-    tl.store(part_top + out, top, mask=inside)
-    tl.store(part_total + out, total, mask=inside)
+    for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        at = items + item * ITEM_SIZE
+        request = tl.load(at + REQUEST).to(tl.int64)
+        begin = tl.load(at + BEGIN)
+        end = tl.load(at + END)
+        before = tl.load(at + BEFORE)
+        num_rows = tl.load(at + ROWS_OF) * GROUP
+        out = tl.load(at + OUT)
+        first_row = tl.load(at + TILE) * ROWS
+        row = first_row + tl.arange(0, ROWS)
+        inside = row < num_rows
+        token = tl.load(at + FIRST_ROW).to(tl.int64) + row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        q = tl.load(query + token[:, None] * q_row + head[:, None] * q_head + lane, mask=inside[:, None], other=0.0)
+        top = tl.full([ROWS], NEVER, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        if CAUSAL:
+            position = before + row // GROUP
+            end = tl.minimum(end, before + (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUP + 1)
+            if WINDOWED:
+                oldest = tl.maximum(before + first_row // GROUP - window + 1, 0)
+                begin = tl.maximum(begin, oldest // KEYS * KEYS)
+        elif WINDOWED:
+            begin = tl.maximum(begin, before + earlier - window + 1)
+        for start in range(begin, end, KEYS):
+            number = start + tl.arange(0, KEYS)
+            there = number < end
+            if PAGE:
+                page = tl.load(pages + request * page_row + number // PAGE, mask=there, other=0)
+                slot = page.to(tl.int64) * PAGE + number % PAGE
+            else:
+                slot = tl.load(starts + request) + number
+            place = (slot * kv_heads + kv_head)[:, None] * DIM + lane[None, :]
+            k = tl.load(keys + place, mask=there[:, None], other=0.0).to(q.dtype)
+            v = tl.load(values + place, mask=there[:, None], other=0.0).to(q.dtype)
+            seen = there[None, :]
+            if CAUSAL:
+                seen = seen & (number[None, :] <= position[:, None])
+                if WINDOWED:
+                    seen = seen & (position[:, None] - number[None, :] < window)
+            scores = tl.where(seen, _scores(q, tl.trans(k), scale, soft_cap, CAPPED), NEVER)
+            top, total, acc = _attend(scores, v, top, total, acc)
+        if out < 0:
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            to = (token * HEADS + head)[:, None] * DIM + lane
+            tl.store(result + to, acc.to(result.dtype.element_ty), mask=inside[:, None])
+        else:
+            to = (out.to(tl.int64) + row // GROUP) * HEADS + head
+            tl.store(part + to[:, None] * DIM + lane, acc, mask=inside[:, None])
+            tl.store(part_top + to, top, mask=inside)
+            tl.store(part_total + to, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_rows"])
 def merge_kernel(
-    query, key, value, part, part_top, part_total, lengths, spans, suffix_keys, suffix_values, ancestors, result,
-    width, window, scale, soft_cap, q_row, q_head, k_row, k_head, v_row, v_head, num_rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EARLIER: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    query, key, value, part, part_top, part_total, requests, owner, suffix_keys, suffix_values, ancestors, result,
+    step_rows, window, scale, soft_cap, q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """One program per beam: its prompt's spans, its EARLIER tokens (found through ancestors) and its own token, merged.
+    """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged.
 
-    suffix_keys, suffix_values: [steps, num_rows, kv heads, DIM]. ancestors: int64 [rows, EARLIER]. BLOCK: HEADS rounded up to a
-    power of two.
+    A beam's tokens: earlier ones found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows,
+    kv heads, DIM], and its new one. OWN 0: the row is no beam; one whose prompt was not cut has its result already.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
-    beam = tl.program_id(0).to(tl.int64)
-    request = beam // width
-    head = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(owner + row)
+    if request < 0:
+        return
+    at = requests + request * REQUEST_SIZE
+    num_spans = tl.load(at + SPANS)
+    if OWN == 0 and num_spans <= 1:
+        return
+    num_rows = tl.load(at + PART_ROWS).to(tl.int64)
+    first = tl.load(at + FIRST_PART) + row - tl.load(at + PART_ROW)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = head < HEADS
     lane = tl.arange(0, DIM)
     tile = head[:, None] * DIM + lane
-    q = tl.load(query + beam * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
-    length = tl.load(lengths + request).to(tl.int32)
-    num_spans = tl.cdiv(length, tl.load(spans + request))
-    top = tl.full([BLOCK], NEVER, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, DIM], tl.float32)
-    for span in range(num_spans):
-        at = (span * num_rows + beam) * HEADS
-        other_top = tl.load(part_top + at + head, mask=real, other=NEVER)
-        higher = tl.maximum(top, other_top)
-        base = tl.where(higher == NEVER, 0.0, higher)
-        shrink, grow = tl.exp2(top - base), tl.exp2(other_top - base)
-        total = total * shrink + tl.load(part_total + at + head, mask=real, other=0.0) * grow
-        acc = acc * shrink[:, None] + tl.load(part + at * DIM + tile, mask=real[:, None], other=0.0) * grow[:, None]
-        top = higher
-    of_kv = (head // GROUP)[:, None] * DIM + lane
-    for step in tl.static_range(EARLIER + 1):
-        if step < EARLIER:
-            row = tl.load(ancestors + beam * EARLIER + step)
-            at = (step * num_rows + row) * kv_heads * DIM
-            k = tl.load(suffix_keys + at + of_kv, mask=real[:, None], other=0.0).to(tl.float32)
-            v = tl.load(suffix_values + at + of_kv, mask=real[:, None], other=0.0).to(tl.float32)
-        else:
-            kv_head = (head // GROUP)[:, None]
-            k = tl.load(key + beam * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
-            v = tl.load(value + beam * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
-        scores = tl.sum(q * k, 1) * scale
-        if CAPPED:
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
-        scores = scores * LOG2E
-        if WINDOWED:
-            scores = tl.where(EARLIER - step < window, scores, NEVER)
-        higher = tl.maximum(top, scores)
-        base = tl.where(higher == NEVER, 0.0, higher)
-        shrink, grow = tl.exp2(top - base), tl.exp2(scores - base)
-        total = total * shrink + grow
-        acc = acc * shrink[:, None] + v * grow[:, None]
-        top = higher
+    # Tops first and eight spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
+    span = tl.arange(0, MOST)
+    at = (first + span * num_rows) * HEADS
+    there = (span < num_spans)[:, None] & real[None, :]
+    top = tl.max(tl.load(part_top + at[:, None] + head[None, :], mask=there, other=NEVER), 0)
+    base = tl.where(top == NEVER, 0.0, top)
+    for begin in range(0, num_spans, UNROLL):
+        for each in tl.static_range(UNROLL):
+            at = (first + (begin + each) * num_rows) * HEADS
+            of_span = tl.where(begin + each < num_spans, head < HEADS, False)
+            grow = tl.exp2(tl.load(part_top + at + head, mask=of_span, other=NEVER) - base)
+            total += tl.load(part_total + at + head, mask=of_span, other=0.0) * grow
+            acc += tl.load(part + at * DIM + tile, mask=of_span[:, None], other=0.0) * grow[:, None]
+    if OWN > 0:
+        q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
+        of_kv = (head // GROUP)[:, None] * DIM + lane
+        for step in tl.static_range(OWN):
+            if step < OWN - 1:
+                earlier = tl.load(ancestors + row * (OWN - 1) + step)
+                at = (step * step_rows + earlier) * kv_heads * DIM
+                k = tl.load(suffix_keys + at + of_kv, mask=real[:, None], other=0.0).to(tl.float32)
+                v = tl.load(suffix_values + at + of_kv, mask=real[:, None], other=0.0).to(tl.float32)
+            else:
+                kv_head = (head // GROUP)[:, None]
+                k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
+                v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
+            scores = tl.sum(q * k, 1) * scale
+            if CAPPED:
+                scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
+            scores = scores * LOG2E
+            if WINDOWED:
+                scores = tl.where(OWN - 1 - step < window, scores, NEVER)
+            higher = tl.maximum(top, scores)
+            base = tl.where(higher == NEVER, 0.0, higher)
+            shrink, grow = tl.exp2(top - base), tl.exp2(scores - base)
+            total = total * shrink + grow
+            acc = acc * shrink[:, None] + v * grow[:, None]
+            top = higher
     total = tl.where(real, total, 1.0)
-    tl.store(result + beam * HEADS * DIM + tile, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])
+    to = result + row * (HEADS * DIM) + tile
+    tl.store(to, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])

@@ -1,0 +1,116 @@
+"""How query rows read prompts that lie in a cache: a prompt's last tokens in a prefill, and a request's beams in a search."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayout
+from . import triton_kernels as kernels
+from .triton_work import MOST_ITEMS, list_work
+
+# Keys of the smallest span that a prompt is cut into, where its query rows fit one tile; twice that where they do not. The
+# rows of a few new tokens are few, so their partial results weigh little; those of beams weigh as much as 128 keys.
+LEAST_OF_REST = 128
+LEAST_OF_BEAMS = 256
+KEYS = 64  # of a block
+PROGRAMS = 256  # that read prompts: two on each multiprocessor of an H200; each takes its share of what there is
+
+
+class OwnTokens(NamedTuple):
+    """key, value [rows, kv heads, D] of beams' new tokens; suffix_keys, suffix_values [passes, rows, kv heads, D] of their
+    earlier ones, which ancestors int64 [rows, passes so far] finds."""
+
+    key: Tensor
+    value: Tensor
+    suffix_keys: Tensor
+    suffix_values: Tensor
+    ancestors: Tensor
+
+
+class PromptReader:
+    """Query rows against prompts in a cache: the last tokens of each prompt, or with a width each request's beams.
+
+    A prompt is read once for up to 128 rows (queries · heads that share a kv head), and cut into spans where these are few.
+    """
+
+    def __init__(self, needs: AttentionNeeds, layout: PackedLayout, cache: KeyValueCache, width: int) -> None:
+        self.needs = needs
+        self._cache = cache
+        group = needs.num_heads // needs.num_kv_heads
+        # The tile follows the most rows that a request may have. Hopper's matrix units take 64 rows at once, and so do tiles of
+        # 64 and 128 add up alike: a request's neighbours may change one for the other. A search has one width.
+        rows = (width or layout.longest) * group
+        sizes = (16, 32, 64, 128) if width else (64, 128)
+        most = 64 if needs.head_dim > 128 else 128
+        self._tile = next((size for size in sizes if rows <= size), most)
+        self._causal = width == 0
+        num_rows = len(layout.lengths) * width or layout.num_tokens
+        self.work = work = list_work(
+            layout.prompt_lengths if width else layout.lengths,
+            num_rows,
+            tile=self._tile,
+            group=group,
+            width=width,
+            cached=None if width else layout.cached,
+            longest=layout.longest_prompt,
+            least=LEAST_OF_BEAMS if width else LEAST_OF_REST,
+        )
+        device = layout.lengths.device
+        if layout.table is None:
+            self._place, self._page, self._page_row = (layout.starts, work.count), 0, 0
+        else:
+            pages = layout.table.pages
+            self._place, self._page, self._page_row = (work.count, pages), layout.table.page_size, pages.stride(0)
+        part = (work.num_parts, needs.num_heads)
+        # One for all layers: they run one after another.
+        self._part = torch.empty((*part, needs.head_dim), dtype=torch.float32, device=device)
+        self._part_top = torch.empty(part, dtype=torch.float32, device=device)
+        self._part_total = torch.empty_like(self._part_top)
+
+    def read(self, layer: int, query: Tensor, result: Tensor, num_earlier: int = 0) -> None:
+        """query [T, heads, D]. Prompts that are not cut give rows of the result [T, heads · D], others wait for `merge`.
+
+        num_earlier: tokens of a beam between its prompt and its query.
+        """
+        needs, work = self.needs, self.work
+        num_programs = min(work.max_items, max(1, PROGRAMS // needs.num_kv_heads))
+        kernels.prompt_kernel[(num_programs, needs.num_kv_heads)](
+            query, *self._cache.layer(layer), result, work.items, work.count, *self._place,
+            self._part, self._part_top, self._part_total,
+            self._page_row, num_earlier, *self._common(query),
+            **self._sizes(), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CAUSAL=self._causal,
+            num_warps=8 if self._tile > 64 else 4, num_stages=3 if query.element_size() == 2 else 2,
+        )  # fmt: skip
+
+    def merge(self, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
+        """Into the result [T, heads · D], with the beams' own tokens. All of these are needed after `read`."""
+        work, heads = self.work, self.needs.num_heads
+        if own is None and work.max_spans == 1:
+            return
+        # The same for every batch: another block might add in another order.
+        block = min(4, triton.next_power_of_2(heads))
+        key, value, suffix_keys, suffix_values, ancestors = own or (query, query, query, query, work.owner)
+        kernels.merge_kernel[(len(query), triton.cdiv(heads, block))](
+            query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
+            suffix_keys, suffix_values, ancestors, result, suffix_keys.shape[-3], *self._common(query),
+            *key.stride()[:2], *value.stride()[:2], **self._sizes(), BLOCK=block, MOST=MOST_ITEMS,
+            OWN=0 if own is None else ancestors.shape[1] + 1, num_warps=2,
+        )  # fmt: skip
+
+    def _common(self, query: Tensor) -> tuple[float, ...]:
+        needs = self.needs
+        return needs.sliding_window or 0, needs.head_dim**-0.5, needs.soft_cap or 1.0, *query.stride()[:2]
+
+    def _sizes(self) -> dict[str, int | bool]:
+        needs = self.needs
+        return {
+            "HEADS": needs.num_heads,
+            "GROUP": needs.num_heads // needs.num_kv_heads,
+            "DIM": needs.head_dim,
+            "CAPPED": needs.soft_cap is not None,
+            "WINDOWED": needs.sliding_window is not None,
+        }
