@@ -76,6 +76,20 @@ def test_serve_starts_a_server_and_checks_its_answers(folder, tmp_path):
     assert plot.is_file()
 
 
+def test_serve_traces_its_server_once_a_case_is_measured(folder, tmp_path):
+    words = ["--history", "9", "--n", "8", "--requests", "4", "--warmup", "1", "--json", "--", "--num-threads", "1"]
+    trace = tmp_path / "made" / "t.json"
+    facts = json.loads(bench("serve", folder, "--clients", "2", "--profile", trace, *words)[0])
+    assert list(trace.parent.iterdir()) == [trace]
+    assert "aten::embedding" in {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert facts["server_options"] == ["--num-threads", "1"]
+    assert (
+        facts["results"][0]["counters"]["polyrec_engine_requests_total"] == 4 + 2
+    )  # the trace's own are not among them
+    bench("serve", folder, "--rate", "10,20", "--profile", tmp_path / "r.json", *words)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["r-9-8-10.json", "r-9-8-20.json"]
+
+
 def test_an_open_loop_has_rates_instead_of_clients(folder):
     words = ["--history", "9", "--n", "8", "--rate", "40,80", "--requests", "10", "--json"]
     facts = json.loads(bench("serve", folder, *words)[0])
@@ -103,6 +117,7 @@ def test_cache_asks_every_user_twice(folder):
         (["cache", "--history", "3", "--new-items", "3"], "case_out_of_range"),
         (["serve", "--url", "http://127.0.0.1:9", "--history", "3", "--", "--port", "1"], "server_options_unused"),
         (["serve", "--history", "3", "--", "--max-batch", "0"], "server_ended"),
+        (["serve", "--url", "http://127.0.0.1:9", "--history", "3", "--profile", "t.json"], "profile_elsewhere"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(folder, words, code):

@@ -14,8 +14,8 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-from ..core.files import make_parent
 from ..engine.recommender import Recommender
+from ..engine.trace import export_trace
 from ..hardware.base.runtime import Runtime
 from ..models.spec import Decoder
 from .cases import Case, Target, fresh_seed
@@ -82,7 +82,7 @@ def run_case(
             recommender.engine.run(group)
         runtime.synchronize()
     if trace is not None:
-        _export(profiler, trace)
+        export_trace(profiler, trace)
     kernels = kernels_of(profiler.events())
     wall_ms = statistics.median(seconds) * 1e3
     bounds = phases(model, recommender.layout, target.tokens_of(case.items), case.n, case.load)
@@ -124,12 +124,7 @@ def write_trace(recommender: Recommender, target: Target, case: Case, runtime: R
         for start in range(0, len(prepared), case.load):
             recommender.engine.run([one.search for one in prepared[start : start + case.load]])
         runtime.synchronize()
-    _export(profiler, path)
-
-
-def _export(profiler: profile, path: Path) -> None:
-    make_parent(path)
-    profiler.export_chrome_trace(str(path))
+    export_trace(profiler, path)
 
 
 def kernels_of(events: Iterable[Any]) -> list[Kernel]:

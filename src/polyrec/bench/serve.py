@@ -1,14 +1,15 @@
-"""Cases against a running server: the histories, the clients, what the server's counters gained."""
+"""Cases against a running server: the histories, the clients, what the server's counters gained, a trace of some requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .cases import Case, Target, body_of, fresh_seed
 from .load import run_load
-from .server import counters, grown
+from .server import counters, grown, start_profile, stop_profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,15 @@ def run_case(clients: Clients, case: Case, requests: int, warmup: int, rate: flo
     bodies = [body_of(history, case.n) for history in histories]
     found = clients.run(case, bodies[:requests], warmup=bodies[requests:], rate=rate)
     return {**found, "rate": rate, "clients": None if rate is not None else case.load}
+
+
+def write_trace(clients: Clients, case: Case, rate: float | None, path: Path) -> None:
+    """A Chrome trace of further requests: three of each client, or a second's worth. The server writes to this machine."""
+    requests = 3 * case.load if rate is None else max(3, round(rate))
+    bodies = [body_of(history, case.n) for history in clients.target.histories(requests, case.items, fresh_seed())]
+    start_profile(clients.url, clients.api_key)
+    clients.run(case, bodies, rate=rate)
+    stop_profile(clients.url, clients.api_key).replace(path)
 
 
 def run_returning(clients: Clients, case: Case, users: int, new_items: int) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A server process of our own for the time of a measurement, and what its /metrics say."""
+"""A server process of our own for the time of a measurement, what its /metrics say, and its profiles."""
 
 from __future__ import annotations
 
@@ -67,13 +67,19 @@ def _wait_ready(process: subprocess.Popen[str], deadline: float) -> str:
 
 def counters(url: str, api_key: str | None = None) -> dict[str, float]:
     """Every sample of /metrics, `name{labels}` -> value."""
-    request = Request(f"{url.rstrip('/')}/metrics")
-    if api_key is not None:
-        request.add_header("Authorization", f"Bearer {api_key}")
-    with urlopen(request, timeout=30) as answer:
-        text = answer.read().decode()
+    text = _ask(url, "/metrics", api_key)
     samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}
+
+
+def start_profile(url: str, api_key: str | None = None) -> None:
+    """From now on the engine's work is traced; the server must have a --profile-dir."""
+    _ask(url, "/v1/profile/start", api_key, "POST")
+
+
+def stop_profile(url: str, api_key: str | None = None) -> Path:
+    """The file, on the server's machine, that holds the trace."""
+    return Path(json.loads(_ask(url, "/v1/profile/stop", api_key, "POST"))["file"])
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -84,3 +90,11 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
         if bare.startswith("polyrec_") and bare.endswith("_total") and value != before.get(name, 0.0):
             found[name] = value - before.get(name, 0.0)
     return found
+
+
+def _ask(url: str, path: str, api_key: str | None, method: str = "GET") -> str:
+    request = Request(f"{url.rstrip('/')}{path}", method=method)
+    if api_key is not None:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    with urlopen(request, timeout=300) as answer:
+        return str(answer.read().decode())

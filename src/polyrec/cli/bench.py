@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from .hardware_flags import hardware_flags
 from .model_flags import model_flags
 
 if TYPE_CHECKING:
-    from ..bench.cases import Target
+    from ..bench.cases import Case, Target
     from ..bench.serve import Clients
 
 app = typer.Typer(help="Measure the engine and the server, on a model of yours or on a synthetic one.")
@@ -98,7 +99,7 @@ def offline(
     for one in cases:
         results.append(offline.run_case(recommender, target, one, one.requests or requests, warmup))
         if profile is not None:
-            trace = profile if len(cases) == 1 else profile.with_stem(f"{profile.stem}-{one.items}-{one.n}-{one.load}")
+            trace = profile if len(cases) == 1 else _of_case(profile, one)
             kernels.write_trace(recommender, target, one, run.backend.runtime, trace)
     columns = (
         "tokens",
@@ -184,6 +185,7 @@ def serve(
     ] = None,
     processes: Processes = 4,
     api_key: ApiKey = None,
+    profile: Profile = None,
     out: Out = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -191,16 +193,27 @@ def serve(
     """Measure a server over HTTP. What follows -- goes to the `polyrec serve` that is started."""
     from ..bench import serve
     from ..bench.cases import Target
+    from ..core.errors import ConfigError
 
+    if profile is not None and url is not None:
+        raise ConfigError(
+            "profile_elsewhere",
+            "--profile is of a server that this command starts, and --url names another one.",
+            "Leave one out, or start that server with --profile-dir and ask its /v1/profile/start and stop.",
+        )
     run = _Run(None)
     target = Target.read(folder)
     rates = [None] if rate is None else [float(value) for value in rate.split(",")]
     cases = target.cases(case or [_case(tokens, history, n, clients if rate is None else "1")])
+    own = [] if profile is None else ["--profile-dir", str(profile.parent)]
     with ExitStack() as stack:
-        asked, ready = _clients(stack, target, url, processes, api_key, context.args)
-        results = [
-            serve.run_case(asked, one, one.requests or requests, warmup, value) for one in cases for value in rates
-        ]
+        asked, ready = _clients(stack, target, url, processes, api_key, [*own, *context.args])
+        results = []
+        for one, value in itertools.product(cases, rates):
+            results.append(serve.run_case(asked, one, one.requests or requests, warmup, value))
+            if profile is not None:
+                single = len(cases) * len(rates) == 1
+                serve.write_trace(asked, one, value, profile if single else _of_case(profile, one, value))
     load = "clients" if rate is None else "rate"
     columns = ("tokens", "n", load, "requests", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     facts = run.facts("serve", target, results) | {"ready_seconds": ready, "server_options": context.args}
@@ -269,6 +282,12 @@ class _Run:
 
 def _case(tokens: int, history: int | None, n: int, loads: str) -> str:
     return f"{tokens if history is None else f'h{history}'}:{n}:{loads}"
+
+
+def _of_case(profile: Path, case: Case, rate: float | None = None) -> Path:
+    """The trace of one case among several."""
+    load = case.load if rate is None else f"{rate:g}"
+    return profile.with_stem(f"{profile.stem}-{case.items}-{case.n}-{load}")
 
 
 def _clients(
