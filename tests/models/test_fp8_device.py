@@ -77,7 +77,7 @@ def kernel_names(model, backend):
 
 
 def is_product(name):
-    return any(word in name.lower() for word in ("gemm", "nvjet", "cutlass"))
+    return any(word in name.lower() for word in ("gemm", "nvjet", "cutlass", "scaled_mm"))
 
 
 def followers(names, kind):

@@ -16,7 +16,7 @@ from e4m3 import VALUES, decode
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
 from polyrec.hardware.backends.cuda_like.kernels.rows import rows_of
-from polyrec.hardware.backends.cuda_like.ops import beams, launch
+from polyrec.hardware.backends.cuda_like.ops import beams, few_rows, launch, linear
 from polyrec.hardware.backends.cuda_like.ops.rope import heads_together
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops.check import check_op, map_arguments
@@ -56,6 +56,7 @@ def interpreter(monkeypatch):
 
         monkeypatch.setattr(triton.runtime.interpreter, "_convert_float", converted)
         monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+        monkeypatch.setattr(linear, "is_tuned", lambda device: True)
         monkeypatch.setattr(beams, "MIN_KEPT", 16)  # it takes a second to sort 512 numbers
 
 
@@ -142,7 +143,7 @@ def fields():
         for field, spec in group_specs(cls).items():
             function = getattr(getattr(OPS, group), field)
             if function is not getattr(getattr(CUDA_LIKE_OPS, group), field) or (
-                not INTERPRETED and field in ("scaled_mm", "grouped_mm")
+                not INTERPRETED and field == "grouped_mm"
             ):
                 yield pytest.param(f"{group}.{field}", spec, function, id=f"{group}.{field}")
 
@@ -163,7 +164,7 @@ def test_these_are_all_kernels():
         *(f"norm.{name}" for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8")),
         *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8")),
         *(f"rope.{name}" for name in ("rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
-        *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "block_scaled_mm")),
+        *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "scaled_mm", "block_scaled_mm")),
         *(f"kv.{name}" for name in ("write", "copy_pages")),
         *(f"search.{name}" for name in ("beam_step", "restricted_log_softmax")),
     }
@@ -330,18 +331,92 @@ def test_block_scaled_products(device, rows, inputs, outputs, dtype):
     near(found, left @ right.T)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="torch's own products need a device")
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 2048, 4096), (3, 64, 16), (1000, 6144, 2048)])
-def test_scaled_products(device, rows, inputs, outputs, bias):
+def scaled_product(device, rows, inputs, outputs, bias=None):
+    """-> the first arguments of `scaled_mm`, and the product in float64. bias: its dtype, or None."""
     draw = Random(device, torch.float32)
     q, q_scale = OPS.linear.quantize_fp8(draw(rows, inputs))
     weight, weight_scale = OPS.linear.quantize_fp8(draw(outputs, inputs, scale=inputs**-0.5))
-    offset = draw(outputs, dtype=torch.bfloat16) if bias else None
+    offset = draw(outputs, dtype=bias) if bias else None
     expected = (decode(q.cpu()) * exact(q_scale)) @ (decode(weight.cpu()) * exact(weight_scale)).T
-    expected += exact(offset) if bias else 0
-    found = OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, offset, torch.bfloat16)
+    return (q, q_scale, weight, weight_scale, offset), expected + (exact(offset) if bias else 0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch's own products need a device")
+@pytest.mark.parametrize("bias", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 2048, 4096), (3, 64, 16), (1000, 6144, 2048)])
+@pytest.mark.parametrize("few", [False, True])
+def test_scaled_products(monkeypatch, device, rows, inputs, outputs, bias, few):
+    monkeypatch.setattr(few_rows, "ENABLED", few)
+    arguments, expected = scaled_product(device, rows, inputs, outputs, bias)
+    near(OPS.linear.scaled_mm(*arguments, torch.bfloat16), expected)
+
+
+# Whole tiles and others, one and several of rows and of columns, inputs cut into one, two and four parts, and not in steps.
+FEW_ROWS = [(1, 128, 16), (3, 200, 208), (50, 4096, 24), (65, 384, 80), (5, 6144, 64), (3, 72, 40)]
+MODEL = [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)]
+FEW_ROWS += [] if INTERPRETED else [(rows, *reversed(shape)) for rows in (1, 16, 50, 100, 256, 500) for shape in MODEL]
+
+
+@pytest.fixture
+def all_few(monkeypatch):
+    """Every product goes to the kernel for few rows."""
+    monkeypatch.setattr(few_rows, "takes", lambda rows, outputs: True)
+    monkeypatch.setattr(linear, "scaled_mm", None)
+
+
+@pytest.mark.usefixtures("all_few")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), FEW_ROWS)
+def test_products_of_few_rows(device, rows, inputs, outputs, bias, dtype):
+    arguments, expected = scaled_product(device, rows, inputs, outputs, bias)
+    found = OPS.linear.scaled_mm(*arguments, dtype)
+    assert found.dtype == dtype
     near(found, expected)
+    # Parts of the inputs are added in their order.
+    assert all(torch.equal(found, OPS.linear.scaled_mm(*arguments, dtype)) for _ in range(1 if INTERPRETED else 20))
+
+
+@pytest.mark.usefixtures("all_few")
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), FEW_ROWS[:5])
+def test_every_tile_gives_the_product(monkeypatch, device, rows, inputs, outputs):
+    """Whichever shape it is chosen for; and on a device with the same bits, since each keeps the order of the sums."""
+    arguments, expected = scaled_product(device, rows, inputs, outputs)
+    same, splits = [], few_rows.splits_of(inputs)
+    tiles = few_rows.TILES[:: 2 if INTERPRETED else 1]
+    for (tall, wide), depth in ((tile, depth) for tile in tiles for depth in (128, 256)):
+        if inputs % (splits * depth) and splits > 1:
+            continue
+        tiling = few_rows.Tiling(tall, wide, splits, depth, 3, tall // 16)
+        monkeypatch.setattr(few_rows, "tiling", lambda *shape, tiling=tiling: tiling)
+        same.append(OPS.linear.scaled_mm(*arguments, torch.bfloat16))
+        near(same[-1], expected)
+    assert INTERPRETED or all(torch.equal(one, same[0]) for one in same)
+
+
+@pytest.mark.usefixtures("all_few")
+@pytest.mark.parametrize("inputs", [256, 6144])
+def test_a_row_of_few_does_not_depend_on_the_others(device, inputs):
+    (q, q_scale, weight, weight_scale, _), _ = scaled_product(device, 60, inputs, 48)
+    whole = OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, None, torch.bfloat16)
+    few = slice(30, 33)
+    assert torch.equal(
+        OPS.linear.scaled_mm(q[few], q_scale[few], weight, weight_scale, None, torch.bfloat16), whole[few]
+    )
+    others = torch.full_like(q, float("nan"))
+    others[few] = q[few]
+    assert torch.equal(
+        OPS.linear.scaled_mm(others, q_scale, weight, weight_scale, None, torch.bfloat16)[few], whole[few]
+    )
+
+
+@pytest.mark.usefixtures("all_few")
+@pytest.mark.parametrize("inputs", [96, 200, 6144])
+def test_few_rows_may_be_a_view(device, inputs):
+    (q, *rest), _ = scaled_product(device, 5, inputs, 48)
+    wide = torch.cat((q.view(torch.uint8), q.view(torch.uint8) ^ 1), 1).view(FP8)[:, :inputs]
+    assert not wide.is_contiguous()
+    assert torch.equal(OPS.linear.scaled_mm(wide, *rest, torch.float16), OPS.linear.scaled_mm(q, *rest, torch.float16))
 
 
 # --- what the wrappers promise

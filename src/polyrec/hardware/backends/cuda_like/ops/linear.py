@@ -12,6 +12,7 @@ from ....ops import linear as reference
 from ....ops.linear import BLOCK, REFERENCE_LINEAR_OPS, Fp8Rows, LinearOps
 from ....ops.spec import FP8, op_claims
 from ..differences import NVIDIA, build_of
+from . import few_rows
 from .launch import kernels, runs_kernel
 
 
@@ -34,6 +35,20 @@ def scaled_mm(
         out_dtype=out_dtype,
         use_fast_accum=True,
     )
+
+
+def scaled_mm_by_rows(
+    q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """`LinearOps.scaled_mm`: of few rows through a Triton kernel, in every dtype; of others as `scaled_mm`."""
+    (rows, inputs), outputs = q.shape, len(weight)
+    if not (few_rows.takes(rows, outputs) and runs_kernel(q) and is_tuned(q.device)):
+        return scaled_mm(q, q_scale, weight, weight_scale, bias, out_dtype)
+    tiling = few_rows.tiling(rows, outputs, inputs)
+    out = q.new_empty((rows, outputs), dtype=out_dtype)
+    partial = q.new_empty((tiling.splits, rows, outputs), dtype=torch.float32) if tiling.splits > 1 else None
+    kernels("few_rows_mm").few_rows_scaled_mm(q, q_scale, weight, weight_scale, bias, out, partial, tiling)
+    return out
 
 
 def block_scaled_mm(q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -89,6 +104,12 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 @functools.cache
+def is_tuned(device: torch.device) -> bool:
+    """Whether the tiles for few rows were chosen for the device's kind: Hopper."""
+    return multiplies_fp8(device) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def multiplies_groups(device: torch.device) -> bool:
     """Whether this torch has the kernel of grouped products for the device: written for Hopper and later."""
     if device.type != "cuda" or build_of(torch) != NVIDIA.build or not hasattr(torch, "_grouped_mm"):
@@ -107,5 +128,6 @@ def linear_ops(fp8: bool) -> LinearOps:
         CUDA_LIKE_LINEAR_OPS,
         quantize_fp8=quantize_fp8,
         quantize_fp8_blocks=quantize_fp8_blocks,
+        scaled_mm=scaled_mm_by_rows,
         block_scaled_mm=block_scaled_mm,
     )
