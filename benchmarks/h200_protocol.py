@@ -125,7 +125,7 @@ def serve(args: argparse.Namespace) -> bool:
         print(f"ready after {ready:.1f} s", flush=True)
         files = ("--out", args.out / "serve.json", "--plot", args.out / "serve.png")
         fine = bench("serve", args.model, "--url", url, *cases, "--processes", args.processes, *files)
-        words = ("--case", CACHE_CASE, "--new-items", 4, "--users", 100, "--out", args.out / "cache.json")
+        words = ("--case", CACHE_CASE, "--new-items", 3, "--users", 100, "--out", args.out / "cache.json")
         return bench("cache", args.model, "--url", url, *words) and fine
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from torch import Tensor
 
-from ..hardware.base.attention import PackedLayout
+from ..hardware.base.attention import PackedLayout, PageTable
 
 
 def stay(tensor: Tensor) -> Tensor:
@@ -15,12 +16,21 @@ def stay(tensor: Tensor) -> Tensor:
 
 
 def packed_layout(
-    lengths: Tensor, branch: Tensor | None = None, to_device: Callable[[Tensor], Tensor] = stay
+    lengths: Tensor,
+    branch: Tensor | None = None,
+    to_device: Callable[[Tensor], Tensor] = stay,
+    table: PageTable | None = None,
 ) -> PackedLayout:
     """Layout of sequences of `lengths` int64 [R] (host), packed in order.
 
     branch: int64 [T] (host), 0 for a sequence's prompt and b >= 1 for its b-th branch: a branch sees the prompt and itself.
-    to_device: a runtime's copy to its device.
+    to_device: a runtime's copy to its device. table: a host table of the sequences' prompts.
     """
     of_row = None if branch is None else to_device(branch)
-    return PackedLayout(to_device(lengths), int(lengths.max()), int(lengths.sum()), of_row, host_lengths=lengths)
+    if table is not None:
+        cached = None if table.cached is None else to_device(table.cached)
+        table = dataclasses.replace(
+            table, pages=to_device(table.pages), cached=cached, host_pages=table.pages, host_cached=table.cached
+        )
+    longest, num_tokens = int(lengths.max()), int(lengths.sum())
+    return PackedLayout(to_device(lengths), longest, num_tokens, of_row, host_lengths=lengths, table=table)

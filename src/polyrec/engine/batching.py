@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..hardware.base.attention import PageTable
 from ..hardware.ops.search import NodeFilter
+from ..kvcache.prefix import Held
 from ..sid.trie import Trie, dead_nodes, live_nodes
 
 
@@ -35,32 +37,53 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch, on the host. token_ids, positions: int64 [T] packed prompts. lengths: int64 [R]. last: int64 [R] each prompt's
-    last token. widths: int64 [R]; width: the largest."""
+    """One batch, on the host. token_ids, positions: int64 [T], of each prompt what is not cached, packed. lengths: int64 [R],
+    how much that is. last: int64 [R] each prompt's last token. table: where prompts lie. widths: int64 [R]; width: the largest.
+    """
 
     token_ids: Tensor
     positions: Tensor
     lengths: Tensor
     last: Tensor
+    table: PageTable
     widths: Tensor
     width: int
     node_filter: NodeFilter | None
 
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """int64 [R]."""
+        cached = self.table.cached
+        return self.lengths if cached is None else self.lengths + cached
 
-def make_batch(requests: Sequence[SearchRequest], trie: Trie) -> Batch:
-    """Packs prompts, widths and filters."""
-    lengths = np.array([len(request.prompt) for request in requests])
+
+def make_batch(requests: Sequence[SearchRequest], held: Sequence[Held], page_size: int, trie: Trie) -> Batch:
+    """Packs prompts, widths and filters. held: each request's pages, and how much of its prompt they hold already."""
+    cached = np.array([each.num_cached for each in held])
+    lengths = np.array([len(request.prompt) for request in requests]) - cached
     ends = np.cumsum(lengths)
     widths = torch.tensor([request.beam_width for request in requests])
     return Batch(
-        token_ids=torch.from_numpy(np.concatenate([request.prompt for request in requests])),
-        positions=torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
+        token_ids=torch.from_numpy(
+            np.concatenate([request.prompt[num:] for request, num in zip(requests, cached, strict=True)])
+        ),
+        positions=torch.from_numpy(np.arange(ends[-1]) + np.repeat(cached - (ends - lengths), lengths)),
         lengths=torch.from_numpy(lengths),
         last=torch.from_numpy(ends - 1),
+        table=make_table(held, cached, int((lengths + cached).max()), page_size),
         widths=widths,
         width=int(widths.max()),
         node_filter=make_filter(requests, trie),
     )
+
+
+def make_table(held: Sequence[Held], cached: np.ndarray, longest: int, page_size: int) -> PageTable:
+    """The host's page table: a row a prompt, page 0 behind its end. cached: int64 [R]."""
+    pages = np.zeros((len(held), max(len(each.pages) for each in held)), np.int32)
+    for row, each in zip(pages, held, strict=True):
+        row[: len(each.pages)] = each.pages
+    some = torch.from_numpy(cached) if cached.any() else None
+    return PageTable(torch.from_numpy(pages), page_size, longest, some)
 
 
 def make_filter(requests: Sequence[SearchRequest], trie: Trie) -> NodeFilter | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,6 +15,8 @@ from ..core.errors import CheckpointError
 from ..core.request import ScoreRule
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.runtime import Event
+from ..kvcache.options import KVConfig
+from ..kvcache.prefix import Held
 from ..layers.head import RestrictedHead
 from ..models.options import ModelOptions
 from ..models.spec import Decoder
@@ -21,34 +24,44 @@ from ..sid.layout import SidLayout
 from ..sid.trie import Trie
 from .batching import SearchRequest, SearchResult, make_batch, split_results
 from .graphs import GraphSizes
+from .memory import PromptMemory
 from .runner import make_runner
-from .scheduler import BatchLimits, plan_batch
+from .scheduler import BatchLimits, Candidate, choose_batch
 from .search import Searcher
+
+Done = Callable[[SearchResult | None], None]
 
 
 class EngineConfig(Settings):
     """score_rule: DESIGN section 4. limits: how large a batch may grow. graphs: what is recorded on platforms that record;
-    None: every batch is launched operation by operation. model: how the model is loaded."""
+    None: every batch is launched operation by operation. model: how the model is loaded. kv: keys and values of prompts."""
 
     score_rule: ScoreRule = "level"
     limits: BatchLimits = BatchLimits()
     graphs: GraphSizes | None = GraphSizes()
     model: ModelOptions = ModelOptions()
+    kv: KVConfig = KVConfig()
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request and what to call with its result."""
+    """A request, what to call with its result, and how much of its prompt was cached when it came. since, deadline:
+    `time.monotonic` seconds."""
 
     request: SearchRequest
-    done: Callable[[SearchResult], None]
+    done: Done
+    num_cached: int
+    since: float
+    deadline: float | None
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A batch that the device works on. scores, nodes: host tensors [R, W], complete once `finished` is passed."""
+    """A batch that the device works on. held: its prompts' pages. scores, nodes: host tensors [R, W], complete once `finished`
+    is passed."""
 
     chosen: list[Waiting]
+    held: list[Held]
     scores: Tensor
     nodes: Tensor
     finished: Event
@@ -73,10 +86,20 @@ class Engine:
             (start, start + size) for start, size in zip(layout.level_starts, layout.codebook_sizes, strict=True)
         )
         head = RestrictedHead(model.head_weight.detach(), rows, config.score_rule, backend.ops)
-        self._runner = make_runner(Searcher(model, layout, trie, head, backend), backend, self._graph_sizes(model))
+        attention = backend.attention.build(model.attention_needs(model.head_weight.dtype), backend.ops)
+        self.memory = PromptMemory(
+            model, attention, backend, config.kv, depth=layout.depth, batch_tokens=config.limits.max_tokens
+        )
+        self._runner = make_runner(
+            Searcher(model, layout, trie, head, attention, self.memory.pool, backend),
+            backend,
+            self._graph_sizes(),
+            max_prompt=self.memory.max_prompt,
+            page_size=self.memory.size.page_size,
+        )
         # Elsewhere a second batch would only make the first one's answers wait.
         self._overlaps = backend.capabilities.async_copies
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: list[Waiting] = []
         self._in_flight: InFlight | None = None
 
     @property
@@ -88,27 +111,36 @@ class Engine:
         """Recorded graphs that were replayed."""
         return self._runner.num_replays
 
-    def record_graphs(self, on_progress: Callable[[str], None] | None = None) -> None:
-        """Records all graphs, where the platform records them, so that no request waits for one; tells what it has done."""
+    def record_graphs(self, on_progress: Callable[[str], None] | None = None) -> int:
+        """Records all graphs, where the platform records them, so that no request waits for one; tells what it has done.
+        Returns the device memory that they took, in bytes."""
+        before = self._runtime.memory().free
         self._runner.record_all(on_progress)
+        return max(before - self._runtime.memory().free, 0)
 
-    def submit(self, request: SearchRequest, done: Callable[[SearchResult], None]) -> None:
-        """Queues a request; `done` is called by the `step` that finishes it."""
-        self._waiting.append(Waiting(request, done))
+    def submit(self, request: SearchRequest, done: Done, deadline: float | None = None) -> None:
+        """Queues a request; `done` is called by the `step` that finishes it.
+
+        deadline: `time.monotonic` seconds. Where the request still waits then, it is not run, and `done` gets None.
+        """
+        num_cached = self.memory.prefixes.peek(request.prompt)
+        self._waiting.append(Waiting(request, done, num_cached, time.monotonic(), deadline))
 
     def step(self) -> int:
         """Launches a batch, or takes the one launched before, and answers it. Returns how many were answered; 0: none waits.
 
         While the device works, the host launches the next batch if that is full: one that is not may still grow.
         """
-        current = self._in_flight or self._launch()
+        self._drop_expired()
+        current = self._in_flight or self._launch(self._choose())
         if current is None:
             return 0
-        self._in_flight = self._launch() if self._overlaps and self._next_is_full() else None
+        self._in_flight = self._launch_full() if self._overlaps else None
         current.finished.synchronize()
         results = split_results(
             [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
         )
+        self._release(current.held)
         for waiting, result in zip(current.chosen, results, strict=True):
             waiting.done(result)
         return len(current.chosen)
@@ -117,56 +149,103 @@ class Engine:
         self, requests: Sequence[SearchRequest], on_progress: Callable[[int], None] | None = None
     ) -> list[SearchResult]:
         """Serves all requests, in batches of similar length, and returns the results in the order given."""
-        results: dict[int, SearchResult] = {}
-        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
-            self.submit(requests[index], lambda result, index=index: results.__setitem__(index, result))  # type: ignore[misc]
+        results: dict[int, SearchResult | None] = {}
+        order = iter(sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)))
         try:
-            while served := self.step():
+            while True:
+                self._feed(order, requests, results)
+                served = self.step()
+                if not served:
+                    break
                 if on_progress:
                     on_progress(served)
         finally:  # after a fault or Ctrl-C the next caller must not serve what nobody waits for
             self.forget_waiting()
-        return [results[index] for index in range(len(requests))]
+        return [result for index in range(len(requests)) if (result := results[index]) is not None]
 
     def forget_waiting(self) -> None:
         """Drops the requests that wait or are in flight; their `done` is never called."""
         self._waiting.clear()
+        if self._in_flight is not None:
+            self._release(self._in_flight.held)
         self._in_flight = None
 
-    def _launch(self) -> InFlight | None:
-        """Plan, batch, prefill and search, and the one copy to the host: all of it queued, none of it waited for."""
-        chosen = self._next_batch()
+    def _feed(
+        self, order: Iterator[int], requests: Sequence[SearchRequest], results: dict[int, SearchResult | None]
+    ) -> None:
+        """Keeps two batches' worth waiting: planning looks at all that wait."""
+        for index in islice(order, 2 * self.config.limits.max_requests - len(self._waiting)):
+            self.submit(requests[index], functools.partial(results.__setitem__, index))
+
+    def _drop_expired(self) -> None:
+        now, waiting = time.monotonic(), self._waiting
+        self._waiting = [each for each in waiting if each.deadline is None or each.deadline >= now]
+        for each in waiting:
+            if each.deadline is not None and each.deadline < now:
+                each.done(None)
+
+    def _choose(self) -> list[int]:
+        """Which of those that wait make the next batch."""
+        now, prefixes = time.monotonic(), self.memory.prefixes
+        candidates = [
+            Candidate(
+                num_tokens=len(waiting.request.prompt) - waiting.num_cached,
+                beam_width=waiting.request.beam_width,
+                num_pages=prefixes.num_pages_needed(len(waiting.request.prompt) - waiting.num_cached),
+                waited=now - waiting.since,
+            )
+            for waiting in self._waiting
+        ]
+        return choose_batch(candidates, self.config.limits, prefixes.num_free + prefixes.num_evictable)
+
+    def _launch_full(self) -> InFlight | None:
+        chosen = self._choose()
+        full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
+        return self._launch(chosen) if full else None
+
+    def _launch(self, indices: list[int]) -> InFlight | None:
+        """Admission, batch, prefill and search, and the one copy to the host: all of it queued, none of it waited for."""
+        chosen, held = self._admit(indices)
         if not chosen:
             return None
-        beams = self._runner.run(make_batch([waiting.request for waiting in chosen], self.trie))
-        scores, _ = self._runtime.to_host_async(beams.score)
-        nodes, finished = self._runtime.to_host_async(beams.node)
-        return InFlight(chosen, scores, nodes, finished)
+        try:
+            requests = [waiting.request for waiting in chosen]
+            beams = self._runner.run(make_batch(requests, held, self.memory.size.page_size, self.trie))
+            scores, _ = self._runtime.to_host_async(beams.score)
+            nodes, finished = self._runtime.to_host_async(beams.node)
+        except BaseException:  # also Ctrl-C: whoever uses the engine next finds all pages
+            self._release(held)
+            raise
+        for waiting, each in zip(chosen, held, strict=True):
+            self.memory.prefixes.keep(each, waiting.request.prompt)
+        self.memory.make_room()
+        return InFlight(chosen, held, scores, nodes, finished)
 
-    def _graph_sizes(self, model: Decoder) -> GraphSizes | None:
-        """The configured sizes within the engine's limits: the pool takes the longest batch, and any single prompt."""
+    def _admit(self, indices: list[int]) -> tuple[list[Waiting], list[Held]]:
+        """Takes the chosen from the queue, each with its pages. Where a prefix has left the cache since the request came, pages
+        may be short: that request waits on."""
+        chosen, held, taken = [], [], set[int]()
+        for index in indices:
+            each = self.memory.prefixes.admit(self._waiting[index].request.prompt)
+            if each is not None:
+                chosen.append(self._waiting[index])
+                held.append(each)
+                taken.add(index)
+        self._waiting = [waiting for index, waiting in enumerate(self._waiting) if index not in taken]
+        return chosen, held
+
+    def _release(self, held: Iterable[Held]) -> None:
+        for each in held:
+            self.memory.prefixes.release(each)
+
+    def _graph_sizes(self) -> GraphSizes | None:
+        """The configured sizes within the engine's limits."""
         sizes, limits = self.config.graphs, self.config.limits
         if sizes is None:
             return None
         return sizes.model_copy(
             update={
                 "requests": tuple(count for count in sizes.requests if count <= limits.max_requests) or (1,),
-                "max_tokens": max(limits.max_tokens, model.config.max_position_embeddings),
                 "max_rows": min(sizes.max_rows, limits.max_beams),
             }
-        )
-
-    def _next_batch(self) -> list[Waiting]:
-        return [self._waiting.popleft() for _ in range(self._next_size())]
-
-    def _next_is_full(self) -> bool:
-        size = self._next_size()
-        return size > 0 and (size < len(self._waiting) or size == self.config.limits.max_requests)
-
-    def _next_size(self) -> int:
-        queue = list(islice(self._waiting, self.config.limits.max_requests))
-        return plan_batch(
-            [len(waiting.request.prompt) for waiting in queue],
-            [waiting.request.beam_width for waiting in queue],
-            self.config.limits,
         )

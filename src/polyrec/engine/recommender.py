@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from .batching import SearchRequest, SearchResult
 from .engine import Engine, EngineConfig
 from .folder import ModelFolder, read_folder
 from .history import ParsedHistory, check_counts, item_list, parse_history, row_of
+from .memory import check_fits, longest_prompt
 
 Progress = Callable[[int], None]
 
@@ -69,11 +71,12 @@ class Recommender:
         self._config = config or EngineConfig()
         self.score_rule = self._config.score_rule
         self._prompts = PromptBuilder(folder.layout, folder.prompt)
-        if self._prompts.max_tokens > self.max_prompt_tokens:  # else long histories would run past them unseen
+        most = model.config.max_position_embeddings - folder.layout.depth
+        if self._prompts.max_tokens > most:  # else long histories would run past them unseen
             raise CheckpointError(
                 "positions_too_few",
                 f"{folder.path}: histories of {folder.prompt.max_items} items make prompts of {self._prompts.max_tokens} "
-                f"tokens, the model takes {self.max_prompt_tokens}.",
+                f"tokens, the model takes {most}.",
                 "Use a model with more max_position_embeddings, or train with a lower prompt.max_items.",
             )
         trie = folder.catalog.trie
@@ -134,12 +137,13 @@ class Recommender:
         options = config.model.model_dump() | {name: value for name, value in own.items() if value is not None}
         config = config.model_copy(update={"model": make_settings(ModelOptions, options, "the model's options")})
         contents = read_folder(folder, catalog)
-        return cls(load_model(folder, backend, options=config.model), contents, backend, config)
+        check = functools.partial(check_fits, backend=backend, config=config.kv, depth=contents.layout.depth)
+        return cls(load_model(folder, backend, options=config.model, before_weights=check), contents, backend, config)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """What the model's positions allow."""
-        return self._model.config.max_position_embeddings - self.layout.depth
+        """The longest prompt that is taken: what the model's positions allow, or `kv.max_length`."""
+        return longest_prompt(self._model, self._config.kv, self.layout.depth)
 
     def row_of(self, item: str) -> int | None:
         """The catalog row of an item id or a SID, None when there is none."""
@@ -195,8 +199,10 @@ class Recommender:
             return self._popular(request, parsed, excluded, allowed)
         # A model of sequences has seen each item as a basket of its own.
         baskets = parsed.baskets if self.kind == "basket" else np.arange(len(parsed.rows))
+        prompt = self.prompt_of(parsed.rows, baskets)
+        self._check_length(prompt)
         search = SearchRequest(
-            prompt=self.prompt_of(parsed.rows, baskets),
+            prompt=prompt,
             n=request.n,
             beam_width=self._beam_width(request.n, request.beam_width),
             excluded=self._leaves[excluded] if excluded else None,
@@ -212,15 +218,18 @@ class Recommender:
             raise RequestError(
                 "prompt_end", "The prompt does not end with <|sid_begin|>.", "End it with <|sid_begin|>."
             )
+        self._check_length(prompt)
+        if prompt.min() < 0 or prompt.max() >= self._model.config.vocab_size:
+            raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
+        return Prepared(SearchRequest(prompt, n, self._beam_width(n, beam_width)), ())
+
+    def _check_length(self, prompt: np.ndarray) -> None:
         if len(prompt) > self.max_prompt_tokens:
             raise RequestError(
                 "prompt_too_long",
                 f"The prompt has {len(prompt)} tokens, the model takes {self.max_prompt_tokens}.",
                 "Shorten the history.",
             )
-        if prompt.min() < 0 or prompt.max() >= self._model.config.vocab_size:
-            raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
-        return Prepared(SearchRequest(prompt, n, self._beam_width(n, beam_width)), ())
 
     def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
         """Leaves of the trie -> items with names and scores."""
@@ -264,7 +273,9 @@ class Recommender:
         if math.prod(self.layout.codebook_sizes) > MAX_COMPLETE_LEAVES:
             return None
         trie = complete_trie(self.layout.codebook_sizes)
-        engine = Engine(self._model, self.layout, trie, self._backend, self._config)
+        own = self._config.kv.model_copy(update={"memory_fraction": None})  # the other engine has its share already
+        config = self._config.model_copy(update={"kv": own})
+        engine = Engine(self._model, self.layout, trie, self._backend, config)
         searches = []
         for index in range(len(eval_set)):
             prompt = self.prompt_of(*eval_set.history(index))

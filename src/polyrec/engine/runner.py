@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..attention.layout import packed_layout
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.search import Beams, NodeFilter
 from ..hardware.table import report_never_called
 from .batching import Batch
 from .graphs import GraphRunner, GraphSizes
-from .search import Prompts, Searcher, SearchInputs
+from .search import Searcher, SearchInputs, make_prompts
 
 
 class Runner(Protocol):
@@ -32,11 +31,14 @@ class Runner(Protocol):
         ...
 
 
-def make_runner(searcher: Searcher, backend: HardwareBackend, sizes: GraphSizes | None) -> Runner:
-    """sizes None: without recorded graphs."""
-    if sizes is not None and backend.capabilities.captures and searcher.attention.capturable:
-        return GraphRunner(searcher, backend, sizes, DirectRunner(searcher, backend))
-    return DirectRunner(searcher, backend)
+def make_runner(
+    searcher: Searcher, backend: HardwareBackend, sizes: GraphSizes | None, *, max_prompt: int, page_size: int
+) -> Runner:
+    """sizes None: without recorded graphs. max_prompt: tokens of the longest prompt."""
+    direct = DirectRunner(searcher, backend)
+    if sizes is None or not backend.capabilities.captures or not searcher.attention.capturable:
+        return direct
+    return GraphRunner(searcher, backend, sizes, direct, max_prompt=max_prompt, page_size=page_size)
 
 
 class DirectRunner:
@@ -56,7 +58,7 @@ class DirectRunner:
         if self._captured is None:
             beams = self._search()
         else:
-            states = {"lengths": batch.lengths}
+            states = {"lengths": batch.prompt_lengths}
             self._searcher.attention.refresh(states)
             self._captured.update(states)
             beams = self._captured.replay()
@@ -72,10 +74,8 @@ class DirectRunner:
     def _search(self) -> Beams:
         batch, move = self._batch, self._backend.runtime.to_device
         assert batch is not None
-        self._searcher.pool.reserve(len(batch.token_ids))
-        layout = packed_layout(batch.lengths, to_device=move)
-        prompts = Prompts(move(batch.token_ids), move(batch.positions), move(batch.last), layout)
+        prompts = make_prompts(batch, move)
         hidden = self._searcher.prefill(prompts)
         found = batch.node_filter
         node_filter = None if found is None else NodeFilter(move(found.keys), move(found.allow), found.stride)
-        return self._searcher.search(SearchInputs(hidden, layout, move(batch.widths), batch.width, node_filter))
+        return self._searcher.search(SearchInputs(hidden, prompts.layout, move(batch.widths), batch.width, node_filter))

@@ -73,21 +73,3 @@ def choose_batch(candidates: Sequence[Candidate], limits: BatchLimits, num_pages
         if count == limits.max_requests:
             break
     return chosen
-
-
-def plan_batch(lengths: Sequence[int], widths: Sequence[int], limits: BatchLimits) -> int:
-    """How many of the waiting requests, first come first served, form the next batch (at least one when any waits).
-
-    lengths: prompt tokens; widths: beam widths. Tokens count padded to the longest prompt, as the batch will be.
-    """
-    longest = widest = 0
-    for count, (length, width) in enumerate(zip(lengths, widths, strict=True)):
-        longest, widest = max(longest, length), max(widest, width)
-        full = (
-            count + 1 > limits.max_requests
-            or (count + 1) * longest > limits.max_tokens
-            or (count + 1) * widest > limits.max_beams
-        )
-        if full:
-            return max(count, 1)
-    return len(lengths)

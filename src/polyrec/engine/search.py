@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..hardware.base.attention import AttentionPlan, PackedLayout
+from ..attention.layout import packed_layout
+from ..hardware.base.attention import AttentionBackend, AttentionPlan, PackedLayout
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.search import Beams, NodeFilter, TrieArrays
 from ..kvcache.pool import KVPool
@@ -15,16 +17,23 @@ from ..layers.head import RestrictedHead
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
+from .batching import Batch
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """token_ids, positions: int64 [T], packed. last: int64 [R], the row of each prompt's last token."""
+    """token_ids, positions: int64 [T], packed: what is not cached of each prompt. last: int64 [R], row of its last token."""
 
     token_ids: Tensor
     positions: Tensor
     last: Tensor
     layout: PackedLayout
+
+
+def make_prompts(batch: Batch, to_device: Callable[[Tensor], Tensor]) -> Prompts:
+    """The batch's prompts on the device. to_device: the runtime's copy."""
+    layout = packed_layout(batch.lengths, to_device=to_device, table=batch.table)
+    return Prompts(to_device(batch.token_ids), to_device(batch.positions), to_device(batch.last), layout)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,14 @@ class Searcher:
     """Holds what all batches share: model, attention, head, the trie's arrays, the pool of prompt keys and values."""
 
     def __init__(
-        self, model: Decoder, layout: SidLayout, trie: Trie, head: RestrictedHead, backend: HardwareBackend
+        self,
+        model: Decoder,
+        layout: SidLayout,
+        trie: Trie,
+        head: RestrictedHead,
+        attention: AttentionBackend,
+        pool: KVPool,
+        backend: HardwareBackend,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -56,22 +72,19 @@ class Searcher:
         # A level cannot hold more beams than it has nodes.
         self._level_nodes = [int(trie.level_starts[lv + 1] - trie.level_starts[lv]) for lv in range(1, trie.depth + 1)]
         self.num_nodes = trie.num_nodes
-        self.head_weight = weight = model.head_weight
-        needs = model.attention_needs(weight.dtype)
-        self.attention = backend.attention.build(needs, backend.ops)
-        self.pool = KVPool(
-            needs.num_layers, 0, needs.num_kv_heads, needs.head_dim, dtype=weight.dtype, device=weight.device
-        )
+        self.head_weight = model.head_weight
+        self.attention = attention
+        self.pool = pool
 
     @torch.inference_mode()
     def prefill(self, prompts: Prompts) -> Tensor:
-        """Last hidden state of each prompt [R, D]; keys and values stay in the pool, which has room for them."""
+        """Last hidden state of each prompt [R, D]; keys and values stay in the pool, in the prompts' pages."""
         plan = self.attention.packed(prompts.layout, self.pool)
         return self._model(prompts.token_ids, prompts.positions, plan)[prompts.last]
 
     @torch.inference_mode()
     def search(self, inputs: SearchInputs) -> Beams:
-        """-> the last level's beams, best first; node is a leaf. The prompts are those of the last prefill."""
+        """-> the last level's beams, best first; node is a leaf. The layout's prompts are in the pool."""
         hidden, requests = inputs.hidden, len(inputs.hidden)
         beams = self._first_level(hidden, inputs)
         if self._layout.depth == 1:
@@ -95,7 +108,7 @@ class Searcher:
     def _pass(self, beams: Beams, inputs: SearchInputs, level: int, plan: AttentionPlan) -> Tensor:
         """Runs the tokens that level `level` took -> hidden [R · W, D]."""
         tokens = self._layout.level_starts[level - 1] + self._trie.code[beams.node].clamp_min(0)
-        positions = (inputs.layout.lengths + level - 1)[:, None].expand_as(tokens)
+        positions = (inputs.layout.prompt_lengths + level - 1)[:, None].expand_as(tokens)
         return self._model(tokens.reshape(-1), positions.reshape(-1), plan)
 
     def _step(self, hidden: Tensor, level: int, beams: Beams, inputs: SearchInputs) -> Beams:

@@ -23,6 +23,7 @@ from .registry import model_spec
 from .spec import Decoder, ModelSpec
 
 Quantize = Callable[[torch.Tensor], Fp8Rows]
+BeforeWeights = Callable[[Decoder], None]
 _INDEX = "model.safetensors.index.json"
 _SCALE = ".weight_scale"
 
@@ -32,17 +33,19 @@ def load_model(
     backend: HardwareBackend,
     dtype: torch.dtype | None = None,
     options: ModelOptions | None = None,
+    before_weights: BeforeWeights | None = None,
 ) -> Decoder:
     """Builds the folder's model on the backend's device in evaluation mode, quantised as the options and its config say.
 
-    dtype: instead of the options'. A missing, unexpected or misshapen weight is a CheckpointError: nothing is loaded by half.
+    dtype: instead of the options'. before_weights: sees the model before its weights have memory, and may refuse it.
+    A missing, unexpected or misshapen weight is a CheckpointError: nothing is loaded by half.
     Other errors: those of `choose_layers` and `build_model`.
     """
     folder = Path(folder)
     values = read_config(folder)
     spec = model_spec(values, str(folder / "config.json"))
     choices = choose_layers(options or ModelOptions(), values, stored_dtype(folder), backend, dtype)
-    model = build_model(spec, values, backend, choices=choices)
+    model = build_model(spec, values, backend, choices=choices, before_weights=before_weights)
     online = choices.weights != "plain" and stored_form(values) == "plain"
     load_weights(model, spec, folder, backend.ops.linear.quantize_fp8 if online else None)
     return model.eval()
@@ -71,8 +74,9 @@ def build_model(
     backend: HardwareBackend,
     dtype: torch.dtype | None = None,
     choices: LayerChoices | None = None,
+    before_weights: BeforeWeights | None = None,
 ) -> Decoder:
-    """A model from config values on the backend's device; no weight of it is filled yet.
+    """A model from config values on the backend's device; no weight of it is filled yet. before_weights: as in `load_model`.
 
     choices: without them, plain weights in `dtype` (None: fp32), as training needs. Errors: `op_dtype_unsupported`;
     `checkpoint_quantized` where plain weights are asked of a quantised checkpoint.
@@ -87,6 +91,8 @@ def build_model(
     check_dtype(choices.dtype, backend)
     with torch.device("meta"):  # nothing is allocated, or drawn, that the weights then replace
         model = spec.build(spec.read_config(values), backend.ops, choices)
+    if before_weights is not None:
+        before_weights(model)
     return model.to_empty(device=backend.runtime.device)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..data.histories import EvalSet, eval_set
+from ..engine.engine import EngineConfig
 from ..engine.folder import ModelFolder
 from ..engine.recommender import Recommender
+from ..engine.scheduler import BatchLimits
 from ..evaluation.metrics import per_user_metrics
 from ..evaluation.run import BEAM_WIDTH, draw_users
 from ..hardware.base.backend import HardwareBackend
+from ..kvcache.options import KVConfig
 from ..models.spec import Decoder
 from .prepared import PreparedData
 from .recipe import TrainConfig
@@ -27,7 +30,9 @@ class Validator:
         folder = ModelFolder(
             data.path, data.tokenizer, data.layout, data.catalog, config.prompt, data.histories.kind, None
         )
-        self._recommender = Recommender(model, folder, backend)
+        # Keys and values of a prompt change with the weights; and most of the memory is training's.
+        modest = EngineConfig(limits=BatchLimits(max_tokens=4096), kv=KVConfig(prefix_cache=False))
+        self._recommender = Recommender(model, folder, backend, modest)
         self._model = model
 
     def __len__(self) -> int:

@@ -1,0 +1,204 @@
+"""The engine with a paged pool: who returns pays for what is new, nobody gets another's keys, and pages are never lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import random_items, tiny_model
+
+from polyrec.attention.sdpa import SdpaAttention
+from polyrec.core.errors import PolyrecError
+from polyrec.engine.batching import SearchRequest
+from polyrec.engine.engine import Engine, EngineConfig
+from polyrec.engine.graphs import GraphRunner, GraphSizes
+from polyrec.engine.scheduler import BatchLimits
+from polyrec.hardware import get_hardware_backend
+from polyrec.hardware.base.attention import AttentionPlan, PackedLayout
+from polyrec.kvcache.options import PAGE_SIZE, KVConfig
+from polyrec.sid.layout import SidLayout
+from polyrec.sid.trie import build_trie
+
+LAYOUT = SidLayout.contiguous((5, 6, 7), 3)
+SIZES = GraphSizes(requests=(1, 2, 4), widths=(4, 8), tokens=(32, 64, 128), rest_tokens=(16, 32))
+
+
+@pytest.fixture(scope="module")
+def parts():
+    rng = np.random.default_rng(0)
+    return tiny_model(LAYOUT, 0), build_trie(random_items(rng, (5, 6, 7), 60)), get_hardware_backend()
+
+
+class RealRows(SdpaAttention):
+    """Takes rows that belong to no sequence, as a recorded prefill has them, by looking at the values: no device could."""
+
+    capturable = True
+
+    def packed(self, layout, cache=None):
+        there, num = layout.lengths > 0, int(layout.lengths.sum())
+        table = dataclasses.replace(
+            layout.table,
+            pages=layout.table.pages[there],
+            cached=None if layout.cached is None else layout.cached[there],
+        )
+        real = PackedLayout(layout.lengths[there], int(layout.lengths.max()), num, table=table)
+        return RealPlan(super().packed(real, cache), layout.slots, num)
+
+
+class RealPlan(AttentionPlan):
+    def __init__(self, inner, slots, num):
+        self.inner, self.slots, self.num = inner, slots, num
+
+    def target(self, layer):
+        return self.inner.target(layer)._replace(slots=self.slots)
+
+    def run(self, layer, query, key, value):
+        raise AssertionError("keys and values are written by whoever rotates them")
+
+    def run_written(self, layer, *rows):
+        out = self.inner.run_written(layer, *(part[: self.num] for part in rows))
+        return torch.nn.functional.pad(out, (0, 0, 0, len(rows[0]) - self.num))
+
+
+def make_engine(parts, recorded=False, max_requests=4, **kv):
+    model, trie, backend = parts
+    kv = {"max_length": 120} | kv
+    config = EngineConfig(limits=BatchLimits(max_requests=max_requests, max_tokens=256), kv=KVConfig(**kv))
+    engine = Engine(model, LAYOUT, trie, backend, config)
+    if recorded:  # on the CPU a graph calls its function, so all that is kept between batches can be tested there
+        direct = engine._runner
+        direct._searcher.attention = RealRows(direct._searcher.attention.needs, backend.ops)
+        engine._runner = GraphRunner(
+            direct._searcher, backend, SIZES, direct, max_prompt=engine.memory.max_prompt, page_size=PAGE_SIZE
+        )
+    return engine
+
+
+def request(tokens, n=4, width=None):
+    return SearchRequest(np.append(tokens, LAYOUT.begin).astype(np.int64), n, width or n)
+
+
+def users(rng, count, longest=100):
+    """Prompts of which many begin like another one."""
+    base = rng.integers(0, LAYOUT.begin, (3, longest))
+    prompts = []
+    for _ in range(count):
+        own = rng.integers(0, LAYOUT.begin, int(rng.integers(0, 20)))
+        prompts.append(np.append(base[rng.integers(3)][: int(rng.integers(0, longest - 20))], own))
+    return prompts
+
+
+def alone(parts, requests):
+    """Each by itself, nothing reused."""
+    engine = make_engine(parts, prefix_cache=False)
+    return [engine.run([one])[0] for one in requests]
+
+
+def expect_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.scores, other.scores, atol=2e-5)
+        differing = one.leaves != other.leaves
+        if differing.any():  # neighbours that rounding alone keeps apart
+            assert np.diff(other.scores)[max(differing.argmax() - 1, 0)] > -4e-5
+
+
+@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 10_000), recorded=st.booleans())
+def test_what_is_cached_changes_no_answer(parts, seed, recorded):
+    """Batches of any mixture, direct and through recorded shapes, with a pool so small that pages change hands."""
+    rng = np.random.default_rng(seed)
+    engine = make_engine(parts, recorded)
+    requests = [request(tokens, n=int(rng.integers(1, 8))) for tokens in users(rng, 20)]
+    expect_same(engine.run(requests), alone(parts, requests))
+    assert engine.memory.prefixes.stats.hit_tokens > 0
+    assert engine.memory.prefixes.num_used == 0
+
+
+def test_a_returning_user_pays_for_what_is_new(parts):
+    engine = make_engine(parts)
+    tokens = np.random.default_rng(1).integers(0, LAYOUT.begin, 100)
+    batches, run = [], engine._runner.run
+    engine._runner.run = lambda batch: batches.append(batch) or run(batch)
+    engine.run([request(tokens[:80])])
+    engine.run([request(tokens)])
+    assert len(batches[0].token_ids) == 81
+    assert len(batches[1].token_ids) == 101 - 80
+    assert batches[1].positions.tolist() == list(range(80, 101))
+
+
+def test_nothing_is_reused_where_it_is_switched_off(parts):
+    engine = make_engine(parts, prefix_cache=False)
+    tokens = np.random.default_rng(1).integers(0, LAYOUT.begin, 64)
+    for _ in range(2):
+        engine.run([request(tokens)])
+    assert engine.memory.prefixes.stats.hit_tokens == 0
+
+
+def test_an_attention_without_prefixes_reuses_none(parts, monkeypatch):
+    monkeypatch.setattr(SdpaAttention, "support", type(SdpaAttention.support)(soft_cap=True))
+    engine = make_engine(parts)
+    tokens = np.random.default_rng(1).integers(0, LAYOUT.begin, 64)
+    expect_same(engine.run([request(tokens)] * 2), engine.run([request(tokens)] * 2))
+    assert engine.memory.prefixes.stats.hit_tokens == 0
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_recording_touches_no_page_of_a_prompt(parts, recorded):
+    """A shape that is recorded in the middle of serving must leave alone what is cached."""
+    engine = make_engine(parts, recorded=recorded)
+    rng = np.random.default_rng(2)
+    known = [rng.integers(0, LAYOUT.begin, 33) for _ in range(3)]
+    expected = alone(parts, [request(tokens) for tokens in known])
+    engine.run([request(tokens) for tokens in known])
+    for length in (5, 20, 40):  # other shapes, recorded now
+        engine.run([request(rng.integers(0, LAYOUT.begin, length), n=7)])
+    expect_same(engine.run([request(tokens) for tokens in known]), expected)
+    assert engine.memory.prefixes.stats.hit_tokens >= 3 * 32
+
+
+def test_a_failed_batch_gives_its_pages_back(parts, monkeypatch):
+    engine = make_engine(parts)
+    free = engine.memory.prefixes.num_free
+
+    def broken(batch):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run([request(np.arange(40))])
+    assert engine.memory.prefixes.num_free == free
+    assert engine.num_waiting == 0
+
+
+def test_a_request_whose_time_is_over_is_not_run(parts, monkeypatch):
+    engine = make_engine(parts)
+    answers = {}
+    engine.submit(request(np.arange(3)), lambda result: answers.__setitem__("late", result), time.monotonic() - 1)
+    engine.submit(request(np.arange(3)), lambda result: answers.__setitem__("early", result), time.monotonic() + 60)
+    batches, run = [], engine._runner.run
+    monkeypatch.setattr(engine._runner, "run", lambda batch: batches.append(batch) or run(batch))
+    assert engine.step() == 1
+    assert answers["late"] is None
+    assert len(answers["early"].leaves) == 4
+    assert [len(batch.lengths) for batch in batches] == [1]
+    assert engine.step() == 0
+
+
+def test_a_length_beyond_the_models_positions_is_refused(parts):
+    with pytest.raises(PolyrecError) as caught:
+        make_engine(parts, max_length=10**6)
+    assert caught.value.code == "max_length_too_long"
+
+
+def test_half_precision_keys_and_values_move_scores_little(parts):
+    requests = [request(tokens) for tokens in users(np.random.default_rng(4), 6)]
+    found, expected = make_engine(parts, kv_cache_dtype="bf16").run(requests), alone(parts, requests)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.sort(one.scores), np.sort(other.scores), atol=0.1)
+    assert make_engine(parts, kv_cache_dtype="bf16").memory.pool.keys.dtype == torch.bfloat16
