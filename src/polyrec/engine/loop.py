@@ -180,7 +180,8 @@ class EngineLoop:
         return waiting
 
     def _answer(self, prepared: Prepared, future: Future[Recommendation]) -> Callable[[SearchResult], None]:
-        def done(result: SearchResult) -> None:
+        def done(result: SearchResult | None) -> None:
+            assert result is not None, "no request was given a deadline"
             self._stats["requests"] += 1
             future.set_result(self.recommender.finish(prepared, result))
 
