@@ -58,6 +58,30 @@ def branched(cls, hardware, needs):
         (wrong.SeesPadding, checks.check_beams, {}),
         (wrong.KeepsTheFirstBatch, checks.check_beams, {}),
         (wrong.WritesThePromptsCache, checks.check_beams, {}),
+        (wrong.IgnoresCached, checks.check_prefix, {}),
+        (wrong.ForgetsCachedInTheSearch, checks.check_prefix_beams, {}),
+        (wrong.PositionWithoutPrefix, checks.check_prefix, {}),
+        (wrong.PositionWithoutPrefix, checks.check_prefix, {"window": 4}),
+        (wrong.OneTokenTooFar, checks.check_prefix, {}),
+        (wrong.OneTokenTooFar, checks.check_prefix, {"window": 4}),
+        (wrong.NoWindow, checks.check_prefix, {"window": 4}),
+        (wrong.WideWindow, checks.check_prefix_beams, {"window": 4}),
+        (wrong.NoCap, checks.check_prefix, {"soft_cap": checks.SOFT_CAP}),
+        (wrong.StoresOverThePrefix, checks.check_prefix, {}),
+        (wrong.StoresThePrefixAgain, checks.check_prefix, {}),
+        (wrong.StoresTwice, checks.check_page_writes, {}),
+        (wrong.StoresNothing, checks.check_page_writes, {}),
+        (wrong.IgnoresTheTable, checks.check_page_writes, {}),
+        (wrong.IgnoresTheTableInTheSearch, checks.check_page_beams, {}),
+        (wrong.ReadsPageZero, checks.check_page_beams, {}),
+        (wrong.ReadsPageZero, checks.check_prefix, {}),
+        (wrong.OneRowForAll, checks.check_page_beams, {}),
+        (wrong.OneRowForAll, checks.check_prefix, {}),
+        (wrong.OnePageTooFar, checks.check_page_beams, {}),
+        (wrong.OnePageTooFar, checks.check_prefix, {}),
+        (wrong.OnePageTooLow, checks.check_page_beams, {}),
+        (wrong.OnePageTooLow, checks.check_prefix, {}),
+        (wrong.OtherPageSize, checks.check_page_beams, {}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -192,7 +216,7 @@ def test_classes_run_skip_aloud_and_fail(tmp_path, request):
     assert "platform 'ascend' is absent: " in skipped, done.stdout
     assert sum(line.startswith("PASSED") and "::TestNorm::test_op" in line for line in lines) == 2, done.stdout
     failed = {line.split("::")[-1].partition("[")[0].split(" ")[0] for line in lines if line.startswith("FAILED")}
-    beams = {"test_beams", "test_beams_of_other_depths", "test_head_sizes"}
+    beams = {"test_beams", "test_beams_of_other_depths", "test_head_sizes", "test_pages", "test_cached_prefix"}
     assert failed == {*beams, "test_sliding_window", "test_soft_cap", "test_engine"}
     assert not any("TestRight" in line for line in lines if line.startswith("FAILED"))
     assert done.returncode == 1

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from polyrec.attention.sdpa import PackedPlan, SdpaAttention, SdpaSearch, packed_mask
+from polyrec.attention.sdpa import PackedPlan, SdpaAttention, SdpaSearch, packed_mask, prefix_mask
 from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.cpu.graph import CpuCapturedGraph, CpuGraph
 from polyrec.hardware.backends.cpu.runtime import CpuRuntime, HostEvent
@@ -182,6 +182,137 @@ class ShortPrompt(SdpaAttention):
     def search(self, layout, cache, *, width, num_kept):
         shorter = dataclasses.replace(layout, lengths=(layout.lengths - 1).clamp_min(1))
         return super().search(shorter, cache, width=width, num_kept=num_kept)
+
+
+def with_table(layout, **changes):
+    """The layout with another page table, where it has one."""
+    return (
+        layout
+        if layout.table is None
+        else dataclasses.replace(layout, table=dataclasses.replace(layout.table, **changes))
+    )
+
+
+class IgnoresCached(SdpaAttention):
+    """What is left of a prompt is taken for the whole prompt."""
+
+    def packed(self, layout, cache=None):
+        return super().packed(with_table(layout, cached=None), cache)
+
+
+class ForgetsCachedInTheSearch(SdpaAttention):
+    """Beams see only as many of a prompt's tokens as the prefill ran."""
+
+    def search(self, layout, cache, *, width, num_kept):
+        return super().search(with_table(layout, cached=None), cache, width=width, num_kept=num_kept)
+
+
+class PositionWithoutPrefix(SdpaAttention):
+    """A query's position counts from the first token that is not cached, so it misses the end of what it may see."""
+
+    def packed(self, layout, cache=None):
+        plan = super().packed(layout, cache)
+        if layout.cached is not None:
+            plan._mask = prefix_mask(layout, torch.zeros_like(layout.cached), self.needs.sliding_window)
+        return plan
+
+
+class OneTokenTooFar(SdpaAttention):
+    """A query after a cached prefix sees the next token too."""
+
+    def packed(self, layout, cache=None):
+        plan = super().packed(layout, cache)
+        if layout.cached is not None:
+            plan._mask = prefix_mask(layout, layout.cached + 1, self.needs.sliding_window)
+        return plan
+
+
+class StoresOverThePrefix(SdpaAttention):
+    """Keys and values go where a prompt without cached tokens would have them; the rest is right."""
+
+    def packed(self, layout, cache=None):
+        plan = super().packed(layout, cache)
+        plan._slots = with_table(layout, cached=None).slots
+        return plan
+
+
+class StoresThePrefixAgain(SdpaAttention):
+    """What is cached of a prompt is written once more, as the zeros that are no longer known of it."""
+
+    def packed(self, layout, cache=None):
+        def run(plan_run, layer, query, key, value):
+            result = plan_run(layer, query, key, value)
+            if layout.cached is not None:
+                rows = layout.prompt_slots[:, 0][layout.cached > 0]
+                cache.layer(layer)[0].data[rows] = 0
+            return result
+
+        return Changed(super().packed(layout, cache), run)
+
+
+class IgnoresTheTable(SdpaAttention):
+    """Keys and values go to slots 0…T − 1, where the search finds them again."""
+
+    def packed(self, layout, cache=None):
+        return super().packed(dataclasses.replace(layout, table=None), cache)
+
+    def search(self, layout, cache, *, width, num_kept):
+        return super().search(dataclasses.replace(layout, table=None), cache, width=width, num_kept=num_kept)
+
+
+class IgnoresTheTableInTheSearch(SdpaAttention):
+    """Beams read slots 0…T − 1, wherever the prompts are."""
+
+    def search(self, layout, cache, *, width, num_kept):
+        return super().search(dataclasses.replace(layout, table=None), cache, width=width, num_kept=num_kept)
+
+
+class ReadsPageZero(SdpaAttention):
+    """The last page of every prompt is taken for page 0."""
+
+    changed = staticmethod(lambda pages, last: torch.where(torch.arange(pages.shape[1]) == last, 0, pages))
+
+    def _with_other_pages(self, layout):
+        if layout.table is None:
+            return layout
+        last = (layout.prompt_lengths - 1)[:, None] // layout.table.page_size
+        return with_table(layout, pages=self.changed(layout.table.pages, last))
+
+    def packed(self, layout, cache=None):
+        plan = super().packed(layout, cache)
+        if layout.cached is not None:
+            plan._prompt_slots = self._with_other_pages(layout).prompt_slots
+        return plan
+
+    def search(self, layout, cache, *, width, num_kept):
+        return super().search(self._with_other_pages(layout), cache, width=width, num_kept=num_kept)
+
+
+class OneRowForAll(ReadsPageZero):
+    """All prompts are read through the first one's row of the table."""
+
+    changed = staticmethod(lambda pages, last: pages[:1].expand_as(pages))
+
+
+class OnePageTooFar(ReadsPageZero):
+    """Each page is taken for the one after it in the table."""
+
+    changed = staticmethod(lambda pages, last: pages.roll(-1, 1))
+
+
+class OnePageTooLow(ReadsPageZero):
+    """Each page number is off by one."""
+
+    changed = staticmethod(lambda pages, last: (pages - 1).clamp_min(0))
+
+
+class OtherPageSize(SdpaAttention):
+    """Pages are taken to be half as large."""
+
+    def search(self, layout, cache, *, width, num_kept):
+        size = None if layout.table is None else layout.table.page_size // 2
+        wider = None if layout.table is None else torch.cat((layout.table.pages, layout.table.pages), 1)
+        return super().search(with_table(layout, page_size=size, pages=wider), cache, width=width, num_kept=num_kept)
 
 
 class SmallHeadsOnly(SdpaAttention):

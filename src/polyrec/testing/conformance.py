@@ -143,6 +143,20 @@ class AttentionConformance(_OnHardware):
     def test_beams(self, hardware: Any, cls: Any, dtype: torch.dtype, heads: tuple[int, int]) -> None:
         checks.check_beams(cls, hardware, self.needs(hardware, cls, dtype, heads=heads))
 
+    @_DTYPES
+    def test_pages(self, hardware: Any, cls: Any, dtype: torch.dtype) -> None:
+        needs = self.needs(hardware, cls, dtype)
+        checks.check_page_writes(cls, hardware, needs)
+        checks.check_page_beams(cls, hardware, needs)
+
+    @_HEADS
+    @_DTYPES
+    def test_cached_prefix(self, hardware: Any, cls: Any, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+        needs = self.needs(hardware, cls, dtype, heads=heads)
+        if not cls.support.prefix:
+            pytest.skip(f"{cls.__name__} does not claim cached prefixes")
+        self._check_prefix(hardware, cls, needs)
+
     @pytest.mark.parametrize("widths", [(3,), (4, 2), (1, 1, 1)], ids=str)
     def test_beams_of_other_depths(self, hardware: Any, cls: Any, widths: tuple[int, ...]) -> None:
         checks.check_beams(cls, hardware, self.needs(hardware, cls, None), widths)
@@ -152,6 +166,8 @@ class AttentionConformance(_OnHardware):
             needs = self.needs(hardware, cls, None, head_dim=head_dim)
             checks.check_packed(cls, hardware, needs)
             checks.check_beams(cls, hardware, needs)
+            if cls.support.prefix:
+                checks.check_prefix(cls, hardware, needs)
 
     @pytest.mark.parametrize("window", checks.WINDOWS)
     def test_sliding_window(self, hardware: Any, cls: Any, window: int) -> None:
@@ -185,6 +201,12 @@ class AttentionConformance(_OnHardware):
             checks.check_packed(cls, hardware, needs, branched=branched)
         checks.check_cache(cls, hardware, needs)
         checks.check_beams(cls, hardware, needs)
+        if cls.support.prefix:
+            self._check_prefix(hardware, cls, needs)
+
+    def _check_prefix(self, hardware: HardwareBackend, cls: type[AttentionBackend], needs: AttentionNeeds) -> None:
+        checks.check_prefix(cls, hardware, needs)
+        checks.check_prefix_beams(cls, hardware, needs)
 
 
 def _only(hardware: HardwareBackend, cls: type[AttentionBackend]) -> Any:
