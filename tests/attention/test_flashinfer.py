@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -13,7 +14,8 @@ import torch
 from polyrec.attention.layout import packed_layout
 from polyrec.core.errors import HardwareError
 from polyrec.hardware import HardwareConfig, build_hardware_backend
-from polyrec.hardware.base.attention import AttentionNeeds
+from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
+from polyrec.kvcache.pool import KVPool
 from polyrec.testing import attention_checks as checks
 from polyrec.testing.conformance import AttentionConformance
 
@@ -27,23 +29,27 @@ on_device = pytest.mark.skipif(
 )
 
 
-def attention_by_hand(query, key, value, lengths, window=None, soft_cap=None):
-    """Packed causal attention, in the dtype of its inputs: [T, heads, D], [T, kv heads, D] -> [T, heads, D]."""
+def attention_by_hand(query, keys, values, window=None, soft_cap=None):
+    """Each sequence's last tokens see it, causally, in the dtype of the inputs: [T, heads, D] -> [T, heads, D].
+
+    query: a tensor for each sequence, [N, heads, D]; keys, values: [at least N, kv heads, D].
+    """
     parts = []
-    for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True):
+    for q, k, v in zip(query, keys, values, strict=True):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(q), device=q.device)
-        hidden = (distance < 0) | (distance >= (len(q) if window is None else window))
+        position = torch.arange(len(k) - len(q), len(k), device=q.device)
+        distance = position[:, None] - torch.arange(len(k), device=q.device)
+        hidden = (distance < 0) | (distance >= (len(k) if window is None else window))
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
     return torch.cat(parts)
 
 
 class Wrapper:
-    """Follows the documentation of `BatchPrefillWithRaggedKVCacheWrapper`, on the host, in float64."""
+    """What both wrappers' documentation says of their memory and of the options of a plan."""
 
     log: list
 
@@ -51,26 +57,70 @@ class Wrapper:
         assert workspace.dtype == torch.uint8
         assert kv_layout == "NHD"
 
-    def plan(
-        self, starts, key_starts, heads, kv_heads, head_dim, *,
-        causal, window_left, logits_soft_cap, q_data_type, disable_split_kv,
-    ):  # fmt: skip
-        assert starts.dtype == key_starts.dtype == torch.int32
-        assert starts.device.type == "cpu", "reading them from a device would wait for it"
-        assert torch.equal(starts, key_starts)
+    def keep(self, heads, kv_heads, head_dim, *, causal, window_left, logits_soft_cap, q_data_type, disable_split_kv):
         assert (causal, disable_split_kv) == (True, True)
         self.expected = (heads, kv_heads, head_dim, q_data_type)
-        self.lengths = (starts[1:] - starts[:-1]).tolist()
         self.window = None if window_left < 0 else window_left + 1
         self.soft_cap = logits_soft_cap
+
+    def attend(self, q, keys, values):
+        """In float64."""
+        query = q.double().split(self.lengths)
+        keys, values = ([part.double() for part in parts] for parts in (keys, values))
+        return attention_by_hand(query, keys, values, self.window, self.soft_cap).to(q.dtype)
+
+
+def lengths_between(bounds):
+    assert bounds.dtype == torch.int32
+    assert bounds.device.type == "cpu", "reading them from a device would wait for it"
+    assert bounds[0] == 0
+    return (bounds[1:] - bounds[:-1]).tolist()
+
+
+class Ragged(Wrapper):
+    """Follows the documentation of `BatchPrefillWithRaggedKVCacheWrapper`, on the host."""
+
+    def plan(self, starts, key_starts, *heads, **options):
+        assert torch.equal(starts, key_starts)
+        self.lengths = lengths_between(starts)
+        self.keep(*heads, **options)
         self.log.append("plan")
 
     def run(self, q, k, v):
         assert (q.shape[1], k.shape[1], q.shape[2], q.dtype) == self.expected
         self.log.append([(part.data_ptr(), part.stride()) for part in (q, k, v)])
-        return attention_by_hand(q.double(), k.double(), v.double(), self.lengths, self.window, self.soft_cap).to(
-            q.dtype
-        )
+        return self.attend(q, k.split(self.lengths), v.split(self.lengths))
+
+
+class Paged(Wrapper):
+    """Follows the documentation of `BatchPrefillWithPagedKVCacheWrapper`, on the host."""
+
+    def plan(self, starts, page_starts, pages, in_last, heads, kv_heads, head_dim, page_size, **options):
+        self.lengths = lengths_between(starts)
+        num_pages = lengths_between(page_starts)
+        assert pages.dtype == in_last.dtype == torch.int32
+        assert pages.device.type == in_last.device.type == "cpu"
+        assert (len(pages), len(in_last)) == (sum(num_pages), len(num_pages))
+        assert 1 <= int(in_last.min()) <= int(in_last.max()) <= page_size
+        self.prompts = [
+            (of_prompt.long(), (count - 1) * page_size + last)
+            for of_prompt, count, last in zip(pages.split(num_pages), num_pages, in_last.tolist(), strict=True)
+        ]
+        self.page_size = page_size
+        self.keep(heads, kv_heads, head_dim, **options)
+        self.log.append("plan pages")
+
+    def run(self, q, cache, *, out):
+        keys, values = cache
+        assert keys.shape == values.shape
+        assert keys.stride() == values.stride(), "the kernel takes one stride for both"
+        assert (q.shape[1], keys.shape[2], q.shape[2], q.dtype) == self.expected
+        assert keys.dtype == q.dtype
+        assert keys.shape[1] == self.page_size
+        assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, q.dtype, True)
+        self.log.append([(part.data_ptr(), part.stride()) for part in (q, keys, values)])
+        read = ([part[pages].flatten(0, 1)[:length] for pages, length in self.prompts] for part in (keys, values))
+        return out.copy_(self.attend(q, *read))
 
 
 class Event:
@@ -98,7 +148,9 @@ def log(monkeypatch):
 @pytest.fixture
 def module(monkeypatch, log):
     """`polyrec.attention.flashinfer` on the stand-in."""
-    library = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper, __version__="0")
+    library = SimpleNamespace(
+        BatchPrefillWithRaggedKVCacheWrapper=Ragged, BatchPrefillWithPagedKVCacheWrapper=Paged, __version__="0"
+    )
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.delitem(sys.modules, "polyrec.attention.flashinfer", raising=False)
     monkeypatch.setattr(torch, "Event", Event)
@@ -160,16 +212,101 @@ def test_a_plan_outlives_the_next_and_no_later_one(module, hardware):
         plan.run(0, *rows)
 
 
-@on_linux
-def test_lengths_that_only_the_device_knows_and_branches_go_elsewhere(module, hardware, log):
-    from polyrec.attention import sdpa, triton
+def kept(lengths, cached, size=4):
+    """A host table of prompts of which `cached` tokens are there, in pages of no order, and a cache for it."""
+    whole = torch.tensor(lengths) + torch.tensor(cached)
+    pages = torch.randperm(len(lengths) * 8).reshape(len(lengths), 8).int() + 1
+    table = PageTable(pages, size, int(whole.max()), torch.tensor(cached))
+    return table, KVPool(2, (pages.numel() + 1) * size, 2, 64, BF16, torch.device("cpu"))
 
+
+@on_linux
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 1}, {"sliding_window": 4}, {"soft_cap": 1.5}], ids=str)
+def test_the_rest_of_a_prompt_is_asked_for_with_the_pages_of_all(module, hardware, log, options):
+    checks.check_page_writes(module.FlashInferAttention, hardware, needs(**options))
+    log.clear()
+    checks.check_prefix(module.FlashInferAttention, hardware, needs(**options))
+    assert [entry for entry in log if isinstance(entry, str)] == [
+        "wait", "plan", "record",  # the build's
+        "wait", "plan pages", "record", "wait", "plan pages", "record",
+    ]  # fmt: skip
+
+
+@on_linux
+def test_pages_are_read_where_they_lie(module, hardware, log):
+    table, pool = kept([3, 1], [5, 8])
+    plan = module.FlashInferAttention(needs(), hardware.ops).packed(planned([3, 1], table=table), pool)
+    rows = checks.split(torch.randn(4, 8 * 64).to(BF16), needs())
+    plan.run(1, *rows)
+    query, *pages = log[-1]
+    assert query == (rows.query.data_ptr(), rows.query.stride())
+    assert pages == [(part.data_ptr(), (4 * 128, 128, 64, 1)) for part in pool.layer(1)]
+
+
+@pytest.fixture
+def tritons(monkeypatch):
+    """Layouts that were left to Triton's plan."""
+    from polyrec.attention import triton
+
+    layouts: list = []
+    monkeypatch.setattr(triton.TritonAttention, "packed", lambda self, layout, cache=None: layouts.append(layout))
+    return layouts
+
+
+@on_linux
+def test_what_only_the_device_knows_and_branches_go_elsewhere(module, hardware, log, tritons):
     attention = module.FlashInferAttention(needs(), hardware.ops)
     log.clear()
-    unknown = triton.PackedLayout(lengths=torch.tensor([2, 1]), longest=4, num_tokens=8)
-    assert type(attention.packed(unknown)) is triton.PackedPlan
-    assert type(attention.packed(planned([3], branch=torch.tensor([0, 1, 2])))) is sdpa.PackedPlan
+    table, pool = kept([2, 1], [4, 0])
+    unknown = PackedLayout(torch.tensor([2, 1]), longest=4, num_tokens=8)
+    lengths_only = PackedLayout(torch.tensor([2, 1]), 2, 3, host_lengths=torch.tensor([2, 1]), table=table)
+    given = [unknown, planned([3], branch=torch.tensor([0, 1, 2])), lengths_only]
+    for layout in given:
+        attention.packed(layout, pool)
+    assert tritons == given
     assert log == []
+
+
+@on_linux
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+def test_a_prefix_in_a_cache_of_another_dtype_goes_elsewhere_and_a_whole_prompt_does_not(
+    module, hardware, log, tritons, dtype
+):
+    attention = module.FlashInferAttention(needs(), hardware.ops)
+    table, _ = kept([2, 1], [4, 0])
+    pool = KVPool(2, 68, 2, 64, dtype, torch.device("cpu"))
+    layout = planned([2, 1], table=table)
+    attention.packed(layout, pool)
+    assert tritons == [layout]
+    log.clear()
+    whole = planned([2, 1], table=dataclasses.replace(table, cached=None))
+    plan = attention.packed(whole, pool)
+    rows = checks.split(torch.randn(3, 8 * 64).to(BF16), needs())
+    out = plan.run(0, *rows)
+    assert "plan" in log
+    expected = attention_by_hand(*(part.double().split([2, 1]) for part in rows)).flatten(1)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(pool.layer(0)[0][whole.slots].float(), rows.key.to(dtype).float())
+
+
+@on_linux
+def test_plans_of_both_kinds_take_turns(module, hardware):
+    attention = module.FlashInferAttention(needs(), hardware.ops)
+    table, pool = kept([3], [5])
+    rows = checks.split(torch.randn(3, 8 * 64).to(BF16), needs())
+    plan = attention.packed(planned([3], table=table), pool)
+    expected = plan.run(0, *rows)
+    attention.packed(planned([1, 2]))
+    assert torch.equal(plan.run(0, *rows), expected)
+    attention.packed(planned([3], table=table), pool)
+    with pytest.raises(AssertionError, match="later batches"):
+        plan.run(0, *rows)
+
+
+@on_linux
+def test_long_prefills_are_not_recorded(module):
+    assert module.FlashInferAttention.max_recorded_prefill == 1024
+    assert module.FlashInferAttention.__base__.max_recorded_prefill is None
 
 
 @on_linux
@@ -177,7 +314,7 @@ def test_kernels_that_cannot_be_compiled_stop_the_build(module, hardware, monkey
     def plan(*_, **__):
         raise RuntimeError("nvcc is not found")
 
-    monkeypatch.setattr(Wrapper, "plan", plan)
+    monkeypatch.setattr(Ragged, "plan", plan)
     with pytest.raises(HardwareError, match="nvcc is not found") as caught:
         module.FlashInferAttention(needs(), hardware.ops)
     assert caught.value.code == "attention_kernels_failed"
@@ -214,9 +351,36 @@ def test_sequences_of_many_blocks(nvidia, heads, head_dim, options):
     rows = checks.split(fused, asked)
     with torch.no_grad():
         found = nvidia.attention.build(asked, nvidia.ops).packed(layout).run(0, *rows).double()
-    expected = attention_by_hand(
-        *(part.double() for part in rows), LONG, asked.sliding_window, asked.soft_cap
-    ).flatten(1)  # fmt: skip
+    parts = (part.double().split(LONG) for part in rows)
+    expected = attention_by_hand(*parts, asked.sliding_window, asked.soft_cap).flatten(1)
+    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    assert float((found - expected).abs().max()) < 0.05
+
+
+@pytest.mark.gpu
+@on_device
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"soft_cap": 1.5}], ids=str)
+def test_long_prompts_go_on_from_what_is_cached(nvidia, options):
+    """Pages of the size that serving has, rests and prefixes of many blocks."""
+    asked = AttentionNeeds(1, 16, 8, 128, dtype=BF16, **options)
+    rest, cached = torch.tensor([1, 127, 129, 700, 1025]), torch.tensor([2440, 0, 16, 1000, 3000])
+    whole, size = rest + cached, 16
+    counts = (whole + size - 1) // size
+    numbers = (torch.randperm(int(counts.sum())) + 1).int()
+    pages = torch.nn.utils.rnn.pad_sequence(numbers.split(counts.tolist()), batch_first=True)
+    table = PageTable(pages, size, int(whole.max()), cached)
+    layout = packed_layout(rest, to_device=nvidia.runtime.to_device, table=table)
+    pool = KVPool(1, (len(numbers) + 1) * size, 8, 128, BF16, nvidia.runtime.device)
+    fused = torch.randn(int(whole.sum()), 32 * 128, device=nvidia.runtime.device).to(BF16)
+    slots = torch.cat([layout.prompt_slots[row, :length] for row, length in enumerate(whole.tolist())])
+    nvidia.ops.kv.write(*checks.split(fused, asked)[1:], *pool.layer(0), slots)
+    last = torch.cat([torch.arange(end - num, end) for end, num in zip(whole.cumsum(0), rest, strict=True)])
+    with torch.no_grad():
+        rows = checks.split(fused[last.to(fused.device)], asked)
+        found = nvidia.attention.build(asked, nvidia.ops).packed(layout, pool).run(0, *rows).double()
+    keys, values = (part.double().split(whole.tolist()) for part in checks.split(fused, asked)[1:])
+    query = rows.query.double().split(rest.tolist())
+    expected = attention_by_hand(query, keys, values, asked.sliding_window, asked.soft_cap).flatten(1)
     assert float((found - expected).norm() / expected.norm()) < 5e-3
     assert float((found - expected).abs().max()) < 0.05
 
