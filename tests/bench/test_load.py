@@ -86,7 +86,8 @@ def test_an_open_loop_sends_when_requests_are_due_and_counts_from_then(server):
     due = np.cumsum(np.random.default_rng(3).exponential(1 / rate, num))
     sent = np.array([when for *_, when in sorted(server.seen, key=lambda one: one[2]["number"])])
     late = (sent - sent[0]) - (due - due[0])
-    assert late.min() > -0.05, "none is sent early"
+    # All at once would be 0.6 s early at the end; on a busy machine the first, from which is counted, may itself be late.
+    assert late.min() > -0.3, "none is sent early"
     assert found["seconds"] >= due[-1]
     assert (found["requests"], found["faulty_answers"]) == (num, 0)
 
