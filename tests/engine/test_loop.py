@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -250,4 +251,38 @@ def test_a_call_that_is_a_mistake_of_ours_stops_the_loop(recommender):
         with pytest.raises(RequestError) as caught:
             future.result(WAIT_S)
         assert caught.value.code == "engine_failed"
+    assert loop.drain(WAIT_S)
+
+
+def test_a_search_past_its_deadline_is_not_run(held):
+    loop, entered, release = held
+    front = loop.recommender
+    running = loop.search(front.prepare(ask(0)).search, time.monotonic() + WAIT_S)
+    assert entered.wait(WAIT_S)
+    late = loop.search(front.prepare(ask(1)).search, time.monotonic() - 0.001)
+    kept = loop.search(front.prepare(ask(2)).search)
+    release.set()
+    with pytest.raises(RequestError) as caught:
+        late.result(WAIT_S)
+    assert (caught.value.code, caught.value.status) == ("deadline_exceeded", 504)
+    assert len(running.result(WAIT_S).leaves) == len(kept.result(WAIT_S).leaves) == 3
+    assert loop.drain(WAIT_S)
+    assert (loop.stats["requests"], loop.stats["expired"]) == (2, 1)
+
+
+def test_answers_are_built_in_the_thread_that_asks(recommender):
+    """512 names and texts take longer than a launch: the engine's thread must not pay for them."""
+    threads = []
+    finish = recommender.finish
+
+    def noted(prepared, found):
+        threads.append(threading.get_ident())
+        return finish(prepared, found)
+
+    recommender.finish = noted
+    loop = EngineLoop(recommender)
+    loop.start()
+    future = loop.submit(ask(1))
+    assert len(future.result(WAIT_S).items) == 3
+    assert threads == [threading.get_ident()]
     assert loop.drain(WAIT_S)

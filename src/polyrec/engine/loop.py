@@ -7,16 +7,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..core.errors import PolyrecError, RequestError
 from ..core.request import Recommendation, RecommendRequest
-from .batching import SearchResult
+from .batching import SearchRequest, SearchResult
+from .front import Found, Search
 from .recommender import Prepared, Recommender
 
 _IDLE_WAIT_S = 0.05
-Asked = tuple[Prepared, Future[Recommendation]]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A search in the queue. deadline: `time.monotonic` seconds, or None."""
+
+    search: Search | SearchRequest
+    future: Future[Any]
+    deadline: float | None
 
 
 class EngineLoop:
@@ -30,7 +40,7 @@ class EngineLoop:
         self._gate = threading.Lock()  # between a request that enters and the thread that leaves
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
         self._stats: dict[str, float] = dict.fromkeys(
-            ("requests", "cancelled", "batches", "replays", "prompt_tokens"), 0
+            ("requests", "cancelled", "expired", "batches", "replays", "prompt_tokens"), 0
         )
         self._stats["busy_seconds"] = 0.0
 
@@ -50,21 +60,29 @@ class EngineLoop:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the start: requests, cancelled, batches, replays (of recorded graphs), prompt_tokens, busy_seconds."""
+        """Counters since the start: requests, cancelled, expired, batches, replays (of graphs), prompt_tokens, busy_seconds."""
         return dict(self._stats)
 
+    def search(self, search: Search, deadline: float | None = None) -> Future[Found]:
+        """Queues a search. deadline: `time.monotonic` seconds; who still waits then gets RequestError `deadline_exceeded`.
+        Errors: RequestError `queue_full`, `stopping`."""
+        future: Future[Found] = Future()
+        self._enqueue(Asked(search, future, deadline))
+        return future
+
     def submit(self, request: RecommendRequest) -> Future[Recommendation]:
-        """Queues a request; its prompt is built in the caller's thread. Errors: RequestError, `queue_full` among them."""
+        """Queues a request; its prompt is built in the caller's thread, its answer in the thread that asks for the result.
+        Errors: RequestError, `queue_full` among them."""
         prepared = self.recommender.prepare(request)
         if isinstance(prepared, Recommendation):
             future: Future[Recommendation] = Future()
             future.set_result(prepared)
             return future
-        return self._enqueue(prepared)
+        return self._submit(prepared)
 
     def submit_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Future[Recommendation]:
         """Queues a search from a ready prompt."""
-        return self._enqueue(self.recommender.prepare_prompt(token_ids, n, beam_width))
+        return self._submit(self.recommender.prepare_prompt(token_ids, n, beam_width))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function in the engine's thread, before its next batch. Error: `stopping` (503)."""
@@ -82,17 +100,20 @@ class EngineLoop:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _enqueue(self, prepared: Prepared) -> Future[Recommendation]:
-        future: Future[Recommendation] = Future()
+    def _submit(self, prepared: Prepared) -> Future[Recommendation]:
+        future = _Unfinished(self.recommender, prepared)
+        self._enqueue(Asked(prepared.search, future, None))
+        return future
+
+    def _enqueue(self, asked: Asked) -> None:
         with self._gate:
             self._refuse_stopped()
             try:
-                self._queue.put_nowait((prepared, future))
+                self._queue.put_nowait(asked)
             except queue.Full:
                 raise RequestError(
                     "queue_full", f"{self._queue.maxsize} requests are waiting already.", "Try again later.", status=429
                 ) from None
-        return future
 
     def _refuse_stopped(self) -> None:
         if self._stopping.is_set() or not self._thread.is_alive():
@@ -105,7 +126,7 @@ class EngineLoop:
             with self._gate:
                 self._stopping.set()
             while not self._queue.empty():
-                _, future = self._queue.get_nowait()
+                future = self._queue.get_nowait().future
                 self._fail_unanswered([future] if future.set_running_or_notify_cancel() else [])
             while not self._calls.empty():
                 _, future = self._calls.get_nowait()
@@ -119,25 +140,25 @@ class EngineLoop:
 
     def _run(self, waiting: list[Asked]) -> None:
         """Until nobody waits: gives the engine who is here, runs a batch, takes who came meanwhile."""
-        engine, asked = self.recommender.engine, set[Future[Recommendation]]()
+        engine, unanswered = self.recommender.engine, set[Future[Any]]()
         with self.recommender.lock:
             try:
-                while waiting or asked:
+                while waiting or unanswered:
                     self._run_calls()
                     started = time.perf_counter()
-                    for prepared, future in waiting:
-                        self._stats["prompt_tokens"] += len(prepared.search.prompt)
-                        asked.add(future)
-                        engine.submit(prepared.search, self._answer(prepared, future))
+                    for asked in waiting:
+                        self._stats["prompt_tokens"] += len(asked.search.prompt)
+                        unanswered.add(asked.future)
+                        engine.submit(_request(asked.search), self._answer(asked.future), asked.deadline)
                     if engine.step():
                         self._stats["batches"] += 1
-                    asked = {future for future in asked if not future.done()}
+                    unanswered = {future for future in unanswered if not future.done()}
                     self._stats["replays"] = engine.num_replays
                     self._stats["busy_seconds"] += time.perf_counter() - started
                     waiting = self._collect(None)
             finally:  # an engine that failed stops the thread, but whoever waits is told; the next user must not find them
                 engine.forget_waiting()
-                self._fail_unanswered(asked)
+                self._fail_unanswered(unanswered)
 
     def _run_calls(self) -> None:
         while not self._calls.empty():
@@ -169,20 +190,51 @@ class EngineLoop:
         limit = 2 * self.recommender.engine.config.limits.max_requests - self.recommender.engine.num_waiting
         while len(waiting) < limit:
             try:
-                prepared, future = self._queue.get(block=timeout is not None, timeout=timeout)
+                asked = self._queue.get(block=timeout is not None, timeout=timeout)
             except queue.Empty:
                 break
             timeout = None  # only the first may be waited for
-            if future.set_running_or_notify_cancel():
-                waiting.append((prepared, future))
+            if asked.future.set_running_or_notify_cancel():
+                waiting.append(asked)
             else:
                 self._stats["cancelled"] += 1
         return waiting
 
-    def _answer(self, prepared: Prepared, future: Future[Recommendation]) -> Callable[[SearchResult], None]:
+    def _answer(self, future: Future[Any]) -> Callable[[SearchResult | None], None]:
         def done(result: SearchResult | None) -> None:
-            assert result is not None, "no request was given a deadline"
-            self._stats["requests"] += 1
-            future.set_result(self.recommender.finish(prepared, result))
+            if result is None:
+                self._stats["expired"] += 1
+                future.set_exception(_expired())
+            else:
+                self._stats["requests"] += 1
+                future.set_result(Found(result.leaves, result.scores))
 
         return done
+
+
+class _Unfinished(Future[Recommendation]):
+    """The engine's thread sets what it found and goes on; names and texts are looked up by the thread that takes the result."""
+
+    def __init__(self, recommender: Recommender, prepared: Prepared) -> None:
+        super().__init__()
+        self._recommender, self._prepared = recommender, prepared
+
+    def result(self, timeout: float | None = None) -> Recommendation:
+        found: Any = super().result(timeout)
+        return self._recommender.finish(self._prepared, found)
+
+
+def _request(search: Search | SearchRequest) -> SearchRequest:
+    """The engine's own type, which the front cannot have: it is defined beside tensors."""
+    if isinstance(search, SearchRequest):
+        return search
+    return SearchRequest(search.prompt, search.n, search.beam_width, search.excluded, search.allowed)
+
+
+def _expired() -> RequestError:
+    return RequestError(
+        "deadline_exceeded",
+        "The request's time was over before the engine came to it.",
+        "Send fewer requests at a time, or raise --timeout.",
+        status=504,
+    )

@@ -1,0 +1,202 @@
+"""What surrounds a search: a request becomes a prompt, found leaves become an answer. It knows the catalog, not the model.
+
+It can stand in another process than the engine, so nothing here imports torch, and `Search` and `Found` are cheap to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import RequestError
+from ..core.request import Recommendation, RecommendedItem, RecommendRequest, ScoreRule
+from ..data.histories import Kind
+from ..data.prompt import PromptBuilder
+from ..sid.catalog import Catalog
+from ..sid.layout import SidLayout, code_token
+from ..sid.strings import Strings
+from ..sid.trie import leaves_of_rows
+from .folder import ModelFolder
+from .history import ParsedHistory, check_counts, item_list, parse_history, row_of
+
+PromptOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the engine is asked. prompt: token ids int64 [T]. n items of `beam_width` prefixes come back. excluded, allowed:
+    leaf numbers of the trie that may not, or alone may, be returned."""
+
+    prompt: np.ndarray
+    n: int
+    beam_width: int
+    excluded: np.ndarray | None = None
+    allowed: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the engine answers, best first. leaves: int64 [<= n] leaf numbers of the trie. scores: fp32."""
+
+    leaves: np.ndarray
+    scores: np.ndarray
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated request: its search, and the history's entries that were dropped."""
+
+    search: Search
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What only the loaded engine knows. num_leaves: of its trie, which must be the front's."""
+
+    score_rule: ScoreRule
+    max_prompt_tokens: int
+    vocab_size: int
+    num_leaves: int
+
+
+class Front:
+    """Prepares requests and finishes answers, for any number of threads. prompt_of: catalog rows int [H] and basket ordinals
+    int [H] -> token ids int64 [T]."""
+
+    def __init__(
+        self, catalog: Catalog, layout: SidLayout, kind: Kind, prompt_of: PromptOf, facts: EngineFacts
+    ) -> None:
+        assert facts.num_leaves == catalog.trie.num_leaves, "the engine searches another catalog"
+        self.catalog = catalog
+        self.layout = layout
+        self.facts = facts
+        self._kind = kind
+        self._prompt_of = prompt_of
+        # Every code's text, made once: an answer of 512 items looks up 1,536 of them in 0.06 ms instead of writing them in 2.
+        self._texts = [
+            [code_token(level, code) for code in range(size)] for level, size in enumerate(layout.codebook_sizes)
+        ]
+
+    @classmethod
+    def of_folder(cls, folder: ModelFolder, facts: EngineFacts) -> Front:
+        """The front of a folder read in this process, without an engine."""
+        builder = PromptBuilder(folder.layout, folder.prompt)
+
+        def prompt_of(rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
+            return builder.build(folder.catalog.codes[rows], baskets)
+
+        return cls(folder.catalog, folder.layout, folder.kind, prompt_of, facts)
+
+    def prepare(self, request: RecommendRequest) -> Prepared | Recommendation:
+        """Validates a request and builds its search; a cold history is answered at once by popularity. Errors: RequestError."""
+        check_counts(request.n, request.beam_width)
+        parsed = parse_history(request, self.catalog, self.layout)
+        excluded = [*self._known_rows(request.exclude, request, "exclude")]
+        if request.exclude_seen:
+            excluded += parsed.rows.tolist()
+        allowed = None if request.allow is None else self._known_rows(request.allow, request, "allow")
+        if len(parsed.rows) == 0:
+            return self._popular(request, parsed, excluded, allowed)
+        # A model of sequences has seen each item as a basket of its own.
+        baskets = parsed.baskets if self._kind == "basket" else np.arange(len(parsed.rows))
+        prompt = self._prompt_of(parsed.rows, baskets)
+        self._check_length(prompt)
+        search = Search(
+            prompt=prompt,
+            n=request.n,
+            beam_width=self._beam_width(request.n, request.beam_width),
+            excluded=self._leaves[excluded] if excluded else None,
+            allowed=None if allowed is None else self._leaves[allowed],
+        )
+        return Prepared(search, parsed.unknown)
+
+    def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
+        """A search from a ready prompt, which must end with `<|sid_begin|>`. Errors: RequestError."""
+        check_counts(n, beam_width)
+        prompt = np.asarray(token_ids, np.int64)
+        if len(prompt) == 0 or prompt[-1] != self.layout.begin:
+            raise RequestError(
+                "prompt_end", "The prompt does not end with <|sid_begin|>.", "End it with <|sid_begin|>."
+            )
+        self._check_length(prompt)
+        if prompt.min() < 0 or prompt.max() >= self.facts.vocab_size:
+            raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
+        return Prepared(Search(prompt, n, self._beam_width(n, beam_width)), ())
+
+    def finish(self, prepared: Prepared, found: Found) -> Recommendation:
+        """Leaves of the trie -> items with names and scores."""
+        items = self._items(self.catalog.trie.rows[found.leaves], found.scores)
+        return Recommendation(items, self.facts.score_rule, "model", prepared.unknown)
+
+    def _items(self, rows: np.ndarray, scores: np.ndarray) -> tuple[RecommendedItem, ...]:
+        """A column at a time: 512 items of 1.5 million take 0.4 ms, one item after another 2."""
+        columns = zip(self._texts, self.catalog.codes[rows].T.tolist(), strict=True)
+        sids = map("".join, zip(*([texts[code] for code in codes] for texts, codes in columns), strict=True))
+        ids, names = _taken(self.catalog.item_ids, rows), _taken(self.catalog.names, rows)
+        return tuple(map(RecommendedItem, ids, scores.tolist(), sids, names))
+
+    def _check_length(self, prompt: np.ndarray) -> None:
+        if len(prompt) > self.facts.max_prompt_tokens:
+            raise RequestError(
+                "prompt_too_long",
+                f"The prompt has {len(prompt)} tokens, the model takes {self.facts.max_prompt_tokens}.",
+                "Shorten the history.",
+            )
+
+    def _beam_width(self, n: int, beam_width: int | None) -> int:
+        """More prefixes than items cannot live, and memory is reserved for each."""
+        return min(beam_width or n, len(self.catalog))
+
+    def _known_rows(self, item_ids: Sequence[str], request: RecommendRequest, field: str) -> list[int]:
+        items = item_list(item_ids, field)
+        rows = [row_of(item, self.catalog, self.layout) for item in items]
+        missing = [item for item, row in zip(items, rows, strict=True) if row is None]
+        if missing and (request.unknown == "error" or (field == "allow" and len(missing) == len(items))):
+            raise RequestError(
+                "unknown_items",
+                f"{len(missing)} of {len(items)} items in '{field}' are not in the catalog, the first is '{missing[0]}'.",
+                "Send ids of the catalog.",
+            )
+        return [row for row in rows if row is not None]
+
+    @cached_property
+    def _leaves(self) -> np.ndarray:
+        """Leaf of each row: 4 bytes an item, for who excludes or allows."""
+        return leaves_of_rows(self.catalog.trie)
+
+    @cached_property
+    def _by_popularity(self) -> np.ndarray:
+        """All rows, the most popular first: sorted once, not for every cold history (0.05 s with a million items)."""
+        return self.catalog.popular(len(self.catalog))
+
+    def _popular(
+        self, request: RecommendRequest, parsed: ParsedHistory, excluded: list[int], allowed: list[int] | None
+    ) -> Recommendation:
+        if request.cold == "error":
+            raise RequestError(
+                "cold_history",
+                f"None of the {len(parsed.unknown)} items of the history is in the catalog.",
+                "Send at least one known item, or let cold be 'popular'.",
+            )
+        legal = np.ones(len(self.catalog), bool)
+        if allowed is not None:
+            legal[:] = False
+            legal[allowed] = True
+        legal[excluded] = False
+        rows = self._by_popularity[legal[self._by_popularity]][: request.n]
+        items = self._items(rows, self.catalog.counts[rows].astype(float))
+        return Recommendation(items, self.facts.score_rule, "popularity", parsed.unknown)
+
+
+def _taken(texts: Sequence[str | None], rows: np.ndarray) -> list[Any]:
+    """The texts of rows int [K]; one after another costs four times as much."""
+    assert isinstance(texts, Strings)  # as every catalog's are
+    begins, ends, missing = texts.offsets[rows], texts.offsets[1:][rows], texts.missing[rows]
+    data = texts.data.data
+    places = zip(begins.tolist(), ends.tolist(), missing.tolist(), strict=True)
+    return [None if gone else str(data[begin:end], "utf-8") for begin, end, gone in places]
