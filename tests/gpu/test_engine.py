@@ -11,6 +11,7 @@ from polyrec.engine.engine import Engine, EngineConfig
 from polyrec.engine.graphs import GraphSizes
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.hardware import HardwareConfig, build_hardware_backend
+from polyrec.kvcache.options import KVConfig
 from polyrec.models.qwen3 import SPEC
 from polyrec.sid.layout import SidLayout
 from polyrec.sid.trie import build_trie
@@ -45,12 +46,12 @@ def engines(catalog):
     reference.init_weights(torch.Generator().manual_seed(1))
     trie = build_trie(catalog)
 
-    def make(platform, dtype=torch.float32, graphs=GRAPHS):
+    def make(platform, dtype=torch.float32, graphs=GRAPHS, **kv):
         backend = backends[platform]
         model = SPEC.build(config, backend.ops)
         model.load_state_dict(reference.state_dict())
         model = model.to(backend.runtime.device, dtype).eval()
-        return Engine(model, LAYOUT, trie, backend, EngineConfig(limits=LIMITS, graphs=graphs))
+        return Engine(model, LAYOUT, trie, backend, EngineConfig(limits=LIMITS, graphs=graphs, kv=KVConfig(**kv)))
 
     return make
 
@@ -77,7 +78,7 @@ def scores_of(result):
 
 
 def test_recorded_graphs_give_what_direct_launches_give(engines, requests):
-    recorded, direct = engines("nvidia"), engines("nvidia", graphs=None)
+    recorded, direct = engines("nvidia", prefix_cache=False), engines("nvidia", graphs=None, prefix_cache=False)
     for found, expected in zip(recorded.run(requests), direct.run(requests), strict=True):
         assert found.leaves.tolist() == expected.leaves.tolist()
         np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
@@ -97,6 +98,50 @@ def test_fp32_gives_the_cpu_s_items(engines, requests):
             assert ours[leaf] == pytest.approx(theirs[leaf], abs=2e-4)
 
 
+@pytest.mark.parametrize("graphs", [GRAPHS, None], ids=["recorded", "direct"])
+def test_users_who_return_get_the_cpu_s_items(engines, requests, graphs):
+    """All prompts begin like the longest: most of each is cached, in pages that others wrote."""
+    longest = requests[3].prompt[:-1]
+    visits = [SearchRequest(np.append(longest[:end], LAYOUT.begin), 20, 20) for end in (702, 717, 722, 802, 902)]
+    engine = engines("nvidia", graphs=graphs)
+    found = [engine.run([visit])[0] for visit in visits]
+    assert engine.memory.prefixes.stats.hit_tokens > 3000
+    for one, wanted in zip(found, engines("cpu", prefix_cache=False).run(visits), strict=True):
+        ours, theirs = scores_of(one), scores_of(wanted)
+        border = min(theirs.values()) + 2e-4
+        assert {leaf for leaf, score in theirs.items() if score > border} <= ours.keys()
+        for leaf in ours.keys() & theirs.keys():
+            assert ours[leaf] == pytest.approx(theirs[leaf], abs=2e-4)
+
+
+def test_keys_and_values_in_fp8_keep_most_items(engines, requests):
+    engine = engines("nvidia", torch.bfloat16, kv_cache_dtype="fp8")
+    assert engine.memory.size.bytes_per_token == 2 * 4 * 32 * 4
+    for found, expected in zip(engine.run(requests), engines("cpu").run(requests), strict=True):
+        ours, theirs = scores_of(found), scores_of(expected)
+        assert len(ours.keys() & theirs.keys()) >= 0.7 * len(theirs)
+
+
+def test_a_batch_is_two_replays_and_nothing_waits_for_the_device(engines, requests):
+    """From the choice of a batch to the copies of its results: torch names whatever would wait."""
+    engine = engines("nvidia", torch.bfloat16)
+    engine.run(requests[:1])  # its shapes are recorded now
+    done = []
+    engine.submit(requests[0], done.append)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine._in_flight = engine._launch(engine._choose())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.step() == 1
+    launches = sum(event.count for event in profile.key_averages() if event.key == "cudaGraphLaunch")
+    assert launches == 2, "a prefill and a search"
+    assert len(done) == 1
+
+
 def test_bf16_keeps_most_items(engines, requests):
     for found, expected in zip(
         engines("nvidia", torch.bfloat16).run(requests), engines("cpu").run(requests), strict=True
@@ -108,7 +153,7 @@ def test_bf16_keeps_most_items(engines, requests):
 
 
 def test_answers_repeat_bit_for_bit_and_filters_hold(engines, requests, catalog):
-    engine = engines("nvidia", torch.bfloat16)
+    engine = engines("nvidia", torch.bfloat16, prefix_cache=False)
     first = engine.run(requests)
     for _ in range(20):
         for one, other in zip(first, engine.run(requests), strict=True):
@@ -122,6 +167,6 @@ def test_answers_repeat_bit_for_bit_and_filters_hold(engines, requests, catalog)
 
 def test_a_batch_beyond_the_recorded_shapes_runs_all_the_same(engines, requests):
     small = GraphSizes(widths=(16,), requests=(1, 2), tokens=(64,))
-    expected = engines("nvidia").run(requests)
-    for found, wanted in zip(engines("nvidia", graphs=small).run(requests), expected, strict=True):
+    expected = engines("nvidia", prefix_cache=False).run(requests)
+    for found, wanted in zip(engines("nvidia", graphs=small, prefix_cache=False).run(requests), expected, strict=True):
         assert found.leaves.tolist() == wanted.leaves.tolist()
