@@ -91,3 +91,7 @@ def searches(recommender: Recommender, target: Target, num: int, items: int, n: 
 def digest(result: SearchResult) -> str:
     """Of an answer's bits."""
     return hashlib.sha256(result.leaves.tobytes() + result.scores.tobytes()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main()
