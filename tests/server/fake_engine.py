@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 from polyrec.core.errors import PolyrecError, RequestError
@@ -32,6 +33,28 @@ def codes_of(row: int) -> tuple[int, int, int]:
     return row // 512, row // 64 % 8, row % 64
 
 
+@dataclass(frozen=True)
+class FakePrepared:
+    """The request itself is what goes to the engine."""
+
+    search: RecommendRequest
+
+
+class FakeFront:
+    """What the engine finds is the answer already."""
+
+    def prepare(self, request: RecommendRequest) -> FakePrepared:
+        if request.history[0] == "unknown_is_an_error":
+            raise RequestError("unknown_items", "Unknown items: x.", "Use known ones.")
+        return FakePrepared(request)
+
+    def prepare_prompt(self, token_ids: list[int], n: int, beam_width: int | None = None) -> FakePrepared:
+        return FakePrepared(RecommendRequest(history=[f"tokens:{token_ids}"], n=n, beam_width=beam_width))
+
+    def finish(self, prepared: FakePrepared, found: Recommendation) -> Recommendation:
+        return found
+
+
 class FakeLoop:
     """One thread, a bounded queue, futures that can be cancelled while they wait."""
 
@@ -41,7 +64,6 @@ class FakeLoop:
         self._waiting: queue.Queue[tuple[Future, RecommendRequest] | None] = queue.Queue()
         self._release = threading.Event()
         self.cancelled: list[str] = []
-        self.prompts: list[list[int]] = []
         self.stats = {"requests": 0, "cancelled": 0, "batches": 0, "prompt_tokens": 0, "busy_seconds": 0.0}
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -56,7 +78,7 @@ class FakeLoop:
     def depth(self) -> int:
         return self._waiting.qsize()
 
-    def submit(self, request: RecommendRequest) -> Future:
+    def search(self, request: RecommendRequest, deadline: float | None = None) -> Future:
         future: Future = Future()
         first = request.history[0]
         if first == "release":
@@ -64,17 +86,12 @@ class FakeLoop:
         if first in ("release", "cancelled"):
             future.set_result(Recommendation((), "level", "model", tuple(self.cancelled)))
             return future
-        if first == "unknown_is_an_error":
-            raise RequestError("unknown_items", "Unknown items: x.", "Use known ones.")
         if self.depth >= self._max_queue:
             raise RequestError("queue_full", "Too many requests wait.", "Retry later.", status=429)
+        if first.startswith("tokens:"):
+            self.stats["prompt_tokens"] += first.count(",") + 1
         self._waiting.put((future, request))
         return future
-
-    def submit_prompt(self, token_ids: list[int], n: int, beam_width: int | None = None) -> Future:
-        self.prompts.append(token_ids)
-        self.stats["prompt_tokens"] += len(token_ids)
-        return self.submit(RecommendRequest(history=[f"tokens:{token_ids}"], n=n, beam_width=beam_width))
 
     def drain(self, timeout: float | None = None) -> None:
         self._waiting.put(None)
@@ -124,7 +141,7 @@ def load_fake(folder: Path, settings: ServerSettings, state: ServerState) -> Ser
     layout = layout_of(tokenizer)
     loop = FakeLoop(layout, settings.max_queue)
     loop.start()
-    return Service(loop, layout, ChatPrompt(tokenizer, layout, load_template(folder)))
+    return Service(loop, FakeFront(), layout, ChatPrompt(tokenizer, layout, load_template(folder)))
 
 
 if __name__ == "__main__":

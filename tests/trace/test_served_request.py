@@ -18,11 +18,11 @@ from polyrec.testing.tiny import write_tiny_model
 TITLE = "A served request"
 DEPTH, LAYERS = 3, 2
 PATH = [
-    "server/context.py", "server/app.py", "server/waiting.py", "server/schema.py", "engine/loop.py",
-    "engine/recommender.py", "engine/history.py", "data/prompt.py", "engine/loop.py", "engine/engine.py",
+    "server/context.py", "server/app.py", "server/waiting.py", "server/schema.py", "engine/front.py",
+    "engine/history.py", "data/prompt.py", "engine/loop.py", "engine/loop.py", "engine/engine.py",
     "engine/scheduler.py", "kvcache/prefix.py", "engine/batching.py", "engine/runner.py", "engine/search.py", "models/qwen3.py",
     "layers/attention.py", "attention/sdpa.py", "engine/search.py", "layers/head.py", "engine/batching.py",
-    "engine/recommender.py", "server/schema.py",
+    "engine/front.py", "server/schema.py",
 ]  # fmt: skip
 
 

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError
+from ..core.files import read_json
 from ..core.request import RecommendRequest
 from .chat import ChatPrompt, load_template
 from .profile import Profile, writable_folder
 from .settings import ServerSettings
-from .state import Loop, ServerState, Service
+from .state import ServerState, Service
 
 if TYPE_CHECKING:
+    from ..engine.front import Front
     from ..engine.loop import EngineLoop
+    from ..engine.recommender import Recommender
     from ..hardware.base.runtime import Runtime
 
 NEEDED_FILES = ("config.json", "tokenizer.json", "catalog.parquet")
@@ -68,7 +71,21 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
     _answer_one(loop, recommender.catalog.item_ids[0])
-    return Service(loop, recommender.layout, chat, _profile_of(loop, backend.runtime, settings.profile_dir))
+    front = front_of(recommender, folder)
+    return Service(loop, front, recommender.layout, chat, _profile_of(loop, backend.runtime, settings.profile_dir))
+
+
+def front_of(recommender: Recommender, folder: Path) -> Front:
+    """The front of an engine in this process, on the engine's own catalog."""
+    from ..engine.front import EngineFacts, Front
+
+    facts = EngineFacts(
+        score_rule=recommender.score_rule,
+        max_prompt_tokens=recommender.max_prompt_tokens,
+        vocab_size=read_json(folder / "config.json")["vocab_size"],
+        num_leaves=recommender.engine.trie.num_leaves,
+    )
+    return Front(recommender.catalog, recommender.layout, recommender.kind, recommender.prompt_of, facts)
 
 
 def _profile_of(loop: EngineLoop, runtime: Runtime, folder: Path | None) -> Profile | None:
@@ -77,7 +94,7 @@ def _profile_of(loop: EngineLoop, runtime: Runtime, folder: Path | None) -> Prof
     return None if folder is None else Profile(loop, Tracer(runtime, writable_folder(folder)))
 
 
-def _answer_one(loop: Loop, item_id: str) -> None:
+def _answer_one(loop: EngineLoop, item_id: str) -> None:
     """Ready means that a request was answered; an engine that fails on it ends the start with its error."""
     future = loop.submit(RecommendRequest(history=[item_id], n=1))
     while not wait([future], timeout=0.5).done:

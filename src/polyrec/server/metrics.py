@@ -29,6 +29,7 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _ENGINE_COUNTERS = (
     ("requests", "polyrec_engine_requests", "Requests the engine finished."),
     ("cancelled", "polyrec_engine_cancelled", "Requests cancelled while they waited."),
+    ("expired", "polyrec_engine_expired", "Requests whose time was over while they waited."),
     ("batches", "polyrec_engine_batches", "Batches the engine ran."),
     ("replays", "polyrec_engine_replays", "Recorded graphs the engine replayed."),
     ("prompt_tokens", "polyrec_engine_prompt_tokens", "Prompt tokens the engine read."),

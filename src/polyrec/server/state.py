@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -12,20 +13,31 @@ from ..core.request import Recommendation, RecommendRequest
 from ..sid.layout import SidLayout
 
 if TYPE_CHECKING:
+    from ..engine.front import Found, Prepared, Search
     from .chat import ChatPrompt
     from .profile import Profile
 
 READY, DRAINING, ENGINE_STOPPED = "ready", "draining", "engine_stopped"
 
 
+class Front(Protocol):
+    """The part of engine.front.Front that the server uses. `Found` is what the loop finds."""
+
+    def prepare(self, request: RecommendRequest) -> Prepared | Recommendation:
+        """A request's search, or its answer where none is needed; RequestError."""
+
+    def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
+        """The search of a prompt that ends with `<|sid_begin|>`; RequestError."""
+
+    def finish(self, prepared: Prepared, found: Found) -> Recommendation:
+        """The answer."""
+
+
 class Loop(Protocol):
     """The part of engine.loop.EngineLoop that the server uses."""
 
-    def submit(self, request: RecommendRequest) -> Future[Recommendation]:
-        """Queues a request; RequestError `queue_full` (429) when too many wait."""
-
-    def submit_prompt(self, token_ids: list[int], n: int, beam_width: int | None = None) -> Future[Recommendation]:
-        """Queues a prompt that ends with `<|sid_begin|>`."""
+    def search(self, search: Search, deadline: float | None = None) -> Future[Found] | asyncio.Future[Found]:
+        """Queues a search; RequestError `queue_full` (429) when too many wait. deadline: `time.monotonic` seconds."""
 
     def drain(self, timeout: float | None = None) -> object:
         """Finishes what is queued, then ends the thread."""
@@ -40,7 +52,7 @@ class Loop(Protocol):
 
     @property
     def stats(self) -> Mapping[str, float]:
-        """Counters: requests, cancelled, batches, prompt_tokens, busy_seconds."""
+        """Counters: requests, cancelled, expired, batches, prompt_tokens, busy_seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Service:
     """A loaded model, ready to answer. profile: None where no profiles may be taken."""
 
     loop: Loop
+    front: Front
     layout: SidLayout
     chat: ChatPrompt
     profile: Profile | None = None

@@ -20,12 +20,17 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._start = time.perf_counter()
+        self._start = time.monotonic()
 
     @property
     def elapsed(self) -> float:
         """Seconds since arrival."""
-        return time.perf_counter() - self._start
+        return time.monotonic() - self._start
+
+    @property
+    def at(self) -> float:
+        """When it is over, in `time.monotonic` seconds, which all processes of a machine share."""
+        return self._start + self.seconds
 
     @property
     def left(self) -> float:
@@ -57,7 +62,7 @@ async def read_body(request: Request, limit: int, deadline: Deadline) -> bytes:
         ) from None
 
 
-async def wait_answer(future: Future[T], request: Request, deadline: Deadline) -> T:
+async def wait_answer(future: Future[T] | asyncio.Future[T], request: Request, deadline: Deadline) -> T:
     """The engine's answer; when the client leaves (499) or the time is over (504) the engine's request is cancelled.
 
     Call it after the whole body was read: from then on the only message a client can send is its leaving.
