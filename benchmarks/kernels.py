@@ -29,7 +29,7 @@ from polyrec.hardware.backends.cuda_like import NvidiaBackend, cuda_like_ops
 from polyrec.hardware.ops import REFERENCE_OPS, PlatformOps
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2048, 6144, 16, 8, 128, 16
-PRODUCTS = {"qkv": (4096, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)}  # outputs, inputs
+PRODUCTS = {"qkv": (4096, 2048), "out": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)}  # outputs, inputs
 FP8 = torch.float8_e4m3fn
 SPREAD = 256 * 1024**2  # bytes over which the inputs of one graph lie
 MOST_SETS = 32
