@@ -41,7 +41,7 @@ class HostTier:
         chunk_bytes: int = CHUNK_BYTES,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        page_bytes = page_size * pool.bytes_per_token
+        page_bytes = self.page_bytes = page_size * pool.bytes_per_token
         check_size(max_bytes, page_bytes)
         self.num_pages = max_bytes // page_bytes
         self._runtime = runtime
