@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import numpy as np
@@ -185,3 +186,8 @@ def test_work_does_not_grow_with_the_pages_that_are_kept():
         return calls
 
     assert num_calls(1000) <= num_calls(10) + 5
+
+
+def test_it_loads_no_torch():
+    code = "import sys, polyrec.kvcache.prefix; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
