@@ -9,7 +9,7 @@ from polyrec.attention.layout import packed_layout
 from polyrec.hardware.backends.ascend.attention import AscendAttention
 from polyrec.hardware.backends.ascend.graph import AscendGraph
 from polyrec.hardware.backends.ascend.ops import ascend_ops
-from polyrec.hardware.base.attention import AttentionNeeds
+from polyrec.hardware.base.attention import AttentionNeeds, PageTable
 from polyrec.kvcache.pool import KVPool
 
 from .standin import Library
@@ -41,11 +41,12 @@ def reference(query, keys, values):
 class Batch:
     """Prompts and three passes of beams, with what attention gives for them."""
 
-    def __init__(self, library, lengths=LENGTHS):
+    def __init__(self, library, lengths=LENGTHS, table=None):
         self.attention = AscendAttention(needs(), ascend_ops(library), library)
-        self.layout = packed_layout(torch.tensor(lengths))
+        self.layout = packed_layout(torch.tensor(lengths), table=table)
         self.total = sum(lengths)
-        self.pool = KVPool(LAYERS, self.total, KV_HEADS, DIM, torch.bfloat16, torch.device("cpu"))
+        num_slots = self.total if table is None else (int(table.pages.max()) + 1) * table.page_size
+        self.pool = KVPool(LAYERS, num_slots, KV_HEADS, DIM, torch.bfloat16, torch.device("cpu"))
         self.prompt = [
             [draw(self.total, n, DIM, seed=s) for n, s in self._heads(10 * layer)] for layer in range(LAYERS)
         ]
@@ -171,6 +172,39 @@ def test_beams_see_their_prompt_and_their_own_tokens(batch):
             close(found, batch.expected_step(step, layer, LENGTHS))
 
 
+@pytest.fixture
+def in_pages(library):
+    """The same prompts in pages of two tokens, in no order; the table has room for longer ones."""
+    pages = torch.tensor([[9, 3, 5, 0, 0], [1, 0, 0, 0, 0], [8, 2, 7, 4, 0]], dtype=torch.int32)
+    return Batch(library, table=PageTable(pages, 2, 10))
+
+
+def test_pages_change_no_result(batch, in_pages):
+    for ours, theirs in zip(in_pages.prefill(), batch.prefill(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(in_pages.search(), batch.search(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_keys_go_to_the_pages_and_nowhere_else(in_pages):
+    in_pages.prefill()
+    slots = [18, 19, 6, 7, 10, 2, 3, 16, 17, 4, 5, 14, 15, 8]
+    for layer in range(LAYERS):
+        for cache, rows in zip(in_pages.pool.layer(layer), in_pages.prompt[layer][1:], strict=True):
+            assert torch.equal(cache[slots], rows)
+            assert set(torch.nonzero(cache.flatten(1).any(1)).flatten().tolist()) == set(slots)
+
+
+@pytest.mark.parametrize("lengths", [[3, 2, 6], [1, 1, 1]])
+def test_an_updated_search_over_pages_has_the_new_lengths(library, in_pages, lengths):
+    in_pages.prefill()
+    captured = AscendGraph(library).capture(in_pages.search)
+    captured.update({"lengths": torch.tensor(lengths)})
+    for step, layers in enumerate(captured.replay()):
+        for layer, found in enumerate(layers):
+            close(found, in_pages.expected_step(step, layer, lengths))
+
+
 def test_a_search_may_be_begun_again(batch):
     """As warm-ups and captures do: every run is a search of its own."""
     batch.prefill()
@@ -221,7 +255,7 @@ def test_a_capture_does_not_read_lengths_from_the_device(library, batch, monkeyp
         def tolist(self):
             raise AssertionError("waits for the device")
 
-    lengths = attention.PackedLengths(batch.layout)
+    lengths = attention.PackedLengths(batch.layout.lengths, batch.layout.longest)
     monkeypatch.setattr(lengths, "_lengths", OnDevice())
     assert lengths.on_host(capturing=True) == [max(LENGTHS)] * len(LENGTHS)
     with pytest.raises(AssertionError, match="waits"):

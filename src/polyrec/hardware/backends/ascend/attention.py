@@ -1,7 +1,8 @@
 """Attention of prompts and of the search through npu_fused_infer_attention_score, which takes sequence lengths from the host.
 
-Prompts are padded to one length [R, L, heads, D] (layout BSND). A captured call becomes a task of the graph (`graph.Capture`),
-whose lengths are the state `lengths` of `CapturedGraph.update`.
+Prompts are padded to one length [R, L, heads, D] (layout BSND), gathered from their pages once for all passes of a search. The
+kernel takes pages too (`block_table`), under limits on page sizes, layouts and masks that are not tried without a device. A
+captured call becomes a task of the graph (`graph.Capture`), whose lengths are the state `lengths` of `CapturedGraph.update`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class AscendAttention(AttentionBackend):
-    """Inference in 16 bits. library: torch_npu, or what stands in for it."""
+    """Inference in 16 bits, without cached prefixes. library: torch_npu, or what stands in for it."""
 
     support = AttentionSupport(
         head_dims=tuple(range(16, 513, 16)),
@@ -150,11 +151,11 @@ class FusedAttention:
 
 
 class PackedLengths:
-    """The lengths of a layout's requests, as the host knows them."""
+    """Lengths int64 [R] of requests, as the host knows them. longest: at least the longest."""
 
-    def __init__(self, layout: PackedLayout) -> None:
-        self._lengths = layout.lengths
-        self._longest = layout.padded.shape[1]
+    def __init__(self, lengths: Tensor, longest: int) -> None:
+        self._lengths = lengths
+        self._longest = longest
         self._known: list[int] | None = None
 
     def on_host(self, *, capturing: bool) -> list[int]:
@@ -167,7 +168,7 @@ class PackedLengths:
 
 
 class PromptPlan(AttentionPlan):
-    """Prompts, packed, each seeing itself; keys and values are kept in `cache`, slot t for token t."""
+    """Prompts, packed, each seeing itself; `cache` keeps keys and values."""
 
     def __init__(
         self, kernel: FusedAttention, ops: PlatformOps, layout: PackedLayout, cache: KeyValueCache | None
@@ -176,8 +177,8 @@ class PromptPlan(AttentionPlan):
         self._ops = ops
         self._layout = layout
         self._cache = cache
-        self._lengths = PackedLengths(layout)
-        self._slots = torch.arange(len(layout.flat), device=layout.flat.device)
+        self._lengths = PackedLengths(layout.lengths, layout.longest)
+        self._slots = layout.slots
         self._mask = None if layout.branch is None else branch_mask(layout.branch[layout.padded])
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -201,11 +202,12 @@ class AscendSearch(SearchAttention):
 
     def __init__(self, kernel: FusedAttention, layout: PackedLayout, cache: KeyValueCache, num_kept: int) -> None:
         self.kernel = kernel
-        self.num_requests = len(layout.padded)
-        self.lengths = PackedLengths(layout)
+        slots = layout.prompt_slots
+        self.num_requests = len(slots)
+        self.lengths = PackedLengths(layout.prompt_lengths, layout.longest_prompt)
         layers = range(kernel.needs.num_layers)
         caches = [cache.layer(layer) for layer in layers]
-        self.prompt = [(keys[layout.padded], values[layout.padded]) for keys, values in caches]
+        self.prompt = [(keys[slots], values[slots]) for keys, values in caches]
         self.own: list[list[Pair | None]] = [[None] * num_kept for _ in layers]
 
     def step(self, ancestors: Tensor, *, last: bool) -> AttentionPlan:
