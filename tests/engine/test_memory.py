@@ -128,7 +128,7 @@ def test_a_returning_user_pays_for_what_is_new(parts):
     engine.run([request(tokens)])
     assert len(batches[0].token_ids) == 81
     assert len(batches[1].token_ids) == 101 - 80
-    assert batches[1].positions.tolist() == list(range(80, 101))
+    assert batches[1].table.cached.tolist() == [80]
 
 
 def test_nothing_is_reused_where_it_is_switched_off(parts):

@@ -37,14 +37,11 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch, on the host. token_ids, positions: int64 [T], of each prompt what is not cached, packed. lengths: int64 [R],
-    how much that is. last: int64 [R] each prompt's last token. table: where prompts lie. widths: int64 [R]; width: the largest.
-    """
+    """One batch, on the host. token_ids: int64 [T], what is not cached of each prompt, packed. lengths: int64 [R], how much
+    that is. table: where prompts lie. widths: int64 [R]; width: the largest."""
 
     token_ids: Tensor
-    positions: Tensor
     lengths: Tensor
-    last: Tensor
     table: PageTable
     widths: Tensor
     width: int
@@ -61,15 +58,12 @@ def make_batch(requests: Sequence[SearchRequest], held: Sequence[Held], page_siz
     """Packs prompts, widths and filters. held: each request's pages, and how much of its prompt they hold already."""
     cached = np.array([each.num_cached for each in held])
     lengths = np.array([len(request.prompt) for request in requests]) - cached
-    ends = np.cumsum(lengths)
     widths = torch.tensor([request.beam_width for request in requests])
     return Batch(
         token_ids=torch.from_numpy(
             np.concatenate([request.prompt[num:] for request, num in zip(requests, cached, strict=True)])
         ),
-        positions=torch.from_numpy(np.arange(ends[-1]) + np.repeat(cached - (ends - lengths), lengths)),
         lengths=torch.from_numpy(lengths),
-        last=torch.from_numpy(ends - 1),
         table=make_table(held, cached, int((lengths + cached).max()), page_size),
         widths=widths,
         width=int(widths.max()),

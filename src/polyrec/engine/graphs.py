@@ -21,6 +21,7 @@ from ..core.config import Settings
 from ..hardware.base.attention import PackedLayout, PageTable
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.graph import CapturedGraph
+from ..hardware.base.runtime import Runtime
 from ..hardware.ops.search import Beams, NodeFilter
 from .batching import Batch
 from .search import Prompts, Searcher, SearchInputs, make_prompts
@@ -55,26 +56,48 @@ class Fallback(Protocol):
     def run(self, batch: Batch) -> Beams: ...
 
 
+class BatchInputs:
+    """What recorded graphs read of a batch, on the device: filled by two copies, from one thread, in the stream that replays.
+
+    lengths, cached, widths: int64 [places]. token_ids: int64 [most tokens of a recorded prefill]. table: all prompts'.
+    """
+
+    def __init__(
+        self, places: int, num_tokens: int, max_prompt: int, page_size: int, runtime: Runtime, device: torch.device
+    ) -> None:
+        self._runtime = runtime
+        self._places = places
+        self._numbers = torch.zeros(3 * places + num_tokens, dtype=torch.int64, device=device)
+        self.lengths, self.cached, self.widths = self._numbers[: 3 * places].view(3, places)
+        self.token_ids = self._numbers[3 * places :]
+        pages = torch.zeros((places, -(-max_prompt // page_size)), dtype=torch.int32, device=device)
+        self.table = PageTable(pages, page_size, max_prompt, self.cached)
+
+    def fill(self, batch: Batch, *, tokens: bool) -> None:
+        """tokens: a recorded prefill reads them."""
+        heads = (batch.lengths, batch.prompt_lengths - batch.lengths, batch.widths)
+        numbers = [padded(each, self._places) for each in heads]
+        numbers += [batch.token_ids] if tokens else []
+        self._copy(self._numbers, torch.cat(numbers))
+        requests, columns = batch.table.pages.shape
+        self._copy(self.table.pages[:requests, :columns], batch.table.pages)
+
+    def clear(self) -> None:
+        """For a recording: what it computes must reach no prompt's pages, and page 0 takes it."""
+        self._numbers.zero_()
+        self.table.pages.zero_()
+
+    def _copy(self, buffer: Tensor, value: Tensor) -> None:
+        buffer[: len(value)].copy_(self._runtime.pin(value), non_blocking=True)
+
+
 @dataclass(frozen=True)
 class RecordedSearch:
-    """One recorded search. What it reads: hidden [R, D], widths int64 [R] and, if it filters, keys and allow."""
+    """One recorded search. What it reads beside the batch's inputs: hidden [R, D] and, if it filters, keys and allow."""
 
     graph: CapturedGraph
     hidden: Tensor
-    widths: Tensor
     node_filter: NodeFilter | None
-
-
-@dataclass(frozen=True)
-class RecordedPrefill:
-    """One recorded prefill, of at most as many requests as the largest search. hidden: its result, [R, D]."""
-
-    graph: CapturedGraph
-    token_ids: Tensor
-    positions: Tensor
-    lengths: Tensor
-    last: Tensor
-    hidden: Tensor
 
 
 class GraphRunner:
@@ -100,13 +123,16 @@ class GraphRunner:
         self._fallback = fallback
         self._memory_pool = backend.graph.new_pool()
         self._searches: dict[tuple[int, int, bool], RecordedSearch] = {}
-        self._prefills: dict[tuple[int, bool], RecordedPrefill] = {}
-        # What every recorded graph reads of a batch: where its prompts lie and how long they are.
-        places, device = max(sizes.requests), searcher.head_weight.device
-        pages = torch.zeros((places, -(-max_prompt // page_size)), dtype=torch.int32, device=device)
-        self._cached = self._zeros(places)
-        self._table = PageTable(pages, page_size, max_prompt, self._cached)
-        self._prompt_lengths = self._zeros(places)
+        self._prefills: dict[tuple[int, bool], CapturedGraph] = {}
+        self._tokens = {cached: self._recorded_tokens(cached) for cached in (False, True)}
+        self._inputs = BatchInputs(
+            max(sizes.requests),
+            max((*self._tokens[False], *self._tokens[True]), default=0),
+            max_prompt,
+            page_size,
+            backend.runtime,
+            searcher.head_weight.device,
+        )
         self.num_batches = 0
         self.num_replays = 0
 
@@ -117,10 +143,9 @@ class GraphRunner:
         if shape is None:
             return self._fallback.run(batch)
         prefill, search = self._prefill_for(batch), self._search_of(shape)
-        self._fill_table(batch)
-        hidden = self._prefill(prefill, batch)
-        self._fill_search(search, hidden, batch)
-        lengths = self._prompt_lengths[: len(search.widths)]
+        self._inputs.fill(batch, tokens=prefill is not None)
+        self._fill_search(search, self._prefill(prefill, batch), batch)
+        lengths = padded(batch.prompt_lengths, len(search.hidden))
         self._searcher.attention.refresh({"lengths": lengths})
         search.graph.update({"lengths": lengths})
         beams: Beams = search.graph.replay()
@@ -131,7 +156,7 @@ class GraphRunner:
     def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Records every shape that the sizes name, so that no request waits for one."""
         for cached in (False, True):
-            for tokens in self._recorded_tokens(cached):
+            for tokens in self._tokens[cached]:
                 self._prefill_of(tokens, cached)
                 if on_progress:
                     on_progress(f"prefill of {tokens} tokens" + " after cached ones" * cached)
@@ -160,43 +185,28 @@ class GraphRunner:
         most = attention.max_recorded_prefill
         return tuple(size for size in (sizes.rest_tokens if cached else sizes.tokens) if most is None or size <= most)
 
-    def _fill_table(self, batch: Batch) -> None:
-        table, (requests, columns) = batch.table, batch.table.pages.shape
-        self._copy(self._table.pages[:requests, :columns], table.pages)
-        self._copy(self._cached, padded(batch.prompt_lengths - batch.lengths, len(self._prompt_lengths)))
-        self._copy(self._prompt_lengths, padded(batch.prompt_lengths, len(self._prompt_lengths)))
-
-    def _prefill_for(self, batch: Batch) -> RecordedPrefill | None:
+    def _prefill_for(self, batch: Batch) -> CapturedGraph | None:
         cached = batch.table.cached is not None
-        tokens = first_from(len(batch.token_ids), self._recorded_tokens(cached))
+        tokens = first_from(len(batch.token_ids), self._tokens[cached])
         return None if tokens is None else self._prefill_of(tokens, cached)
 
-    def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> Tensor:
+    def _prefill(self, prefill: CapturedGraph | None, batch: Batch) -> Tensor:
         """Hidden states [R, D]."""
         if prefill is None:
             return self._searcher.prefill(make_prompts(batch, self._backend.runtime.to_device))
-        num_tokens, num_requests = len(batch.token_ids), len(batch.lengths)
-        self._copy(prefill.token_ids[:num_tokens], batch.token_ids)
-        self._copy(prefill.positions[:num_tokens], batch.positions)
-        self._copy(prefill.last[:num_requests], batch.last)
-        self._copy(prefill.lengths, padded(batch.lengths, len(prefill.lengths)))
-        hidden: Tensor = prefill.graph.replay()
+        hidden: Tensor = prefill.replay()
         self.num_replays += 1
-        return hidden[:num_requests]
+        return hidden[: len(batch.lengths)]
 
     def _fill_search(self, search: RecordedSearch, hidden: Tensor, batch: Batch) -> None:
-        found, places = batch.node_filter, len(search.widths)
         search.hidden[: len(batch.lengths)].copy_(hidden)
-        self._copy(search.widths, padded(batch.widths, places))
-        if search.node_filter is not None and found is not None:
-            search.node_filter.keys.fill_(NO_KEY)
-            self._copy(search.node_filter.keys[: len(found.keys)], found.keys)
-            self._copy(search.node_filter.allow, padded(found.allow, places))
+        node_filter, found, pin = search.node_filter, batch.node_filter, self._backend.runtime.pin
+        if node_filter is not None and found is not None:
+            node_filter.keys.fill_(NO_KEY)
+            node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
+            node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
 
-    def _copy(self, buffer: Tensor, value: Tensor) -> None:
-        buffer.copy_(self._backend.runtime.pin(value), non_blocking=True)
-
-    def _prefill_of(self, tokens: int, cached: bool) -> RecordedPrefill:
+    def _prefill_of(self, tokens: int, cached: bool) -> CapturedGraph:
         if (tokens, cached) not in self._prefills:
             self._prefills[tokens, cached] = self._record_prefill(tokens, cached)
         return self._prefills[tokens, cached]
@@ -206,43 +216,37 @@ class GraphRunner:
             self._searches[shape] = self._record_search(*shape)
         return self._searches[shape]
 
-    def _record_prefill(self, tokens: int, cached: bool) -> RecordedPrefill:
-        places, make = max(self._sizes.requests), self._zeros
-        token_ids, positions, lengths, last = make(tokens), make(tokens), make(places), make(places)
-        lengths[0] = tokens
-        positions.copy_(torch.arange(tokens))
-        table = self._table if cached else dataclasses.replace(self._table, cached=None)
-        # What recording computes must reach no prompt's pages: page 0 takes it.
-        table.pages.zero_()
-        self._cached.zero_()
+    def _record_prefill(self, tokens: int, cached: bool) -> CapturedGraph:
+        inputs = self._inputs
+        inputs.clear()
+        inputs.lengths[0] = tokens
+        table = inputs.table if cached else dataclasses.replace(inputs.table, cached=None)
 
         def run() -> Tensor:  # the layout is made anew: what it derives from lengths belongs to the recording
-            layout = PackedLayout(lengths, tokens, tokens, table=table)
-            return self._searcher.prefill(Prompts(token_ids, positions, last, layout))
+            layout = PackedLayout(inputs.lengths, tokens, tokens, table=table)
+            return self._searcher.prefill(Prompts(inputs.token_ids[:tokens], layout))
 
-        graph = self._backend.graph.capture(run, self._memory_pool)
-        return RecordedPrefill(graph, token_ids, positions, lengths, last, graph.replay())
+        return self._backend.graph.capture(run, self._memory_pool)
 
     def _record_search(self, requests: int, width: int, filtered: bool) -> RecordedSearch:
-        weight, longest = self._searcher.head_weight, self._table.longest
+        weight, inputs = self._searcher.head_weight, self._inputs
+        inputs.clear()
+        inputs.lengths.fill_(1)
+        inputs.widths.fill_(width)
         hidden = torch.zeros((requests, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        widths = self._zeros(requests) + width
         node_filter = None
         if filtered:
             keys = torch.full((self._sizes.filter_keys,), NO_KEY, device=weight.device)
-            node_filter = NodeFilter(keys, self._zeros(requests).bool(), self._searcher.num_nodes)
-        table = dataclasses.replace(self._table, pages=self._table.pages[:requests], cached=None)
-        lengths = self._prompt_lengths[:requests]
+            allow = torch.zeros(requests, dtype=torch.bool, device=weight.device)
+            node_filter = NodeFilter(keys, allow, self._searcher.num_nodes)
+        longest = inputs.table.longest
+        table = dataclasses.replace(inputs.table, pages=inputs.table.pages[:requests], cached=inputs.cached[:requests])
 
         def run() -> Beams:
-            layout = PackedLayout(lengths, longest, longest, table=table)
-            return self._searcher.search(SearchInputs(hidden, layout, widths, width, node_filter))
+            layout = PackedLayout(inputs.lengths[:requests], longest, longest, table=table)
+            return self._searcher.search(SearchInputs(hidden, layout, inputs.widths[:requests], width, node_filter))
 
-        graph = self._backend.graph.capture(run, self._memory_pool)
-        return RecordedSearch(graph, hidden, widths, node_filter)
-
-    def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int64, device=self._searcher.head_weight.device)
+        return RecordedSearch(self._backend.graph.capture(run, self._memory_pool), hidden, node_filter)
 
 
 def first_from(number: int, rising: tuple[int, ...]) -> int | None:

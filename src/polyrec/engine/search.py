@@ -22,18 +22,15 @@ from .batching import Batch
 
 @dataclass(frozen=True)
 class Prompts:
-    """token_ids, positions: int64 [T], packed: what is not cached of each prompt. last: int64 [R], row of its last token."""
+    """token_ids: int64 [T], packed: what is not cached of each prompt."""
 
     token_ids: Tensor
-    positions: Tensor
-    last: Tensor
     layout: PackedLayout
 
 
 def make_prompts(batch: Batch, to_device: Callable[[Tensor], Tensor]) -> Prompts:
     """The batch's prompts on the device. to_device: the runtime's copy."""
-    layout = packed_layout(batch.lengths, to_device=to_device, table=batch.table)
-    return Prompts(to_device(batch.token_ids), to_device(batch.positions), to_device(batch.last), layout)
+    return Prompts(to_device(batch.token_ids), packed_layout(batch.lengths, to_device=to_device, table=batch.table))
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Searcher:
     def prefill(self, prompts: Prompts) -> Tensor:
         """Last hidden state of each prompt [R, D]; keys and values stay in the pool, in the prompts' pages."""
         plan = self.attention.packed(prompts.layout, self.pool)
-        return self._model(prompts.token_ids, prompts.positions, plan)[prompts.last]
+        return self._model(prompts.token_ids, prompts.layout.positions, plan)[prompts.layout.last]
 
     @torch.inference_mode()
     def search(self, inputs: SearchInputs) -> Beams:

@@ -136,22 +136,38 @@ class PackedLayout:
         return self.longest if self.table is None else self.table.longest
 
     @cached_property
+    def last(self) -> Tensor:
+        """int64 [R], each sequence's last row; row 0 for a place without a sequence."""
+        return (self.starts + self.lengths - 1).clamp_min(0)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [T], the place of each row in its prompt, cached tokens counted; 0 for a row without a sequence."""
+        sequence, owned = self._sequences
+        position = self._rows - self.starts[sequence]
+        if self.cached is not None:
+            position = position + self.cached[sequence]
+        return torch.where(owned, position, 0)
+
+    @cached_property
     def slots(self) -> Tensor:
         """int64 [T], the slot of the cache that each packed row's key and value go to; page 0 takes rows without a sequence."""
-        row = torch.arange(self.num_tokens, device=self.lengths.device)
         if self.table is None:
-            return row
-        # Where row is behind the last sequence, so is the sequence's number.
-        sequence = torch.searchsorted(torch.cumsum(self.lengths, 0), row, right=True)
+            return self._rows
+        (sequence, owned), size = self._sequences, self.table.page_size
+        slot = self.table.pages[sequence, self.positions // size] * size + self.positions % size
+        return torch.where(owned, slot, self._rows % size)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.arange(self.num_tokens, device=self.lengths.device)
+
+    @cached_property
+    def _sequences(self) -> tuple[Tensor, Tensor]:
+        """int64 [T], the sequence of each row, and bool [T], whether it has one; the others count as the first's."""
+        sequence = torch.searchsorted(torch.cumsum(self.lengths, 0), self._rows, right=True)
         owned = sequence < len(self.lengths)
-        sequence = torch.where(owned, sequence, 0)
-        token = row - self.starts[sequence]
-        if self.cached is not None:
-            token = token + self.cached[sequence]
-        size = self.table.page_size
-        token = torch.where(owned, token, 0)
-        slot = self.table.pages[sequence, token // size] * size + token % size
-        return torch.where(owned, slot, row % size)
+        return torch.where(owned, sequence, 0), owned
 
     @cached_property
     def prompt_slots(self) -> Tensor:
