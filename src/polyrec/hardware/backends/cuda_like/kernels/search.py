@@ -19,7 +19,37 @@ BEAM_MASK: tl.constexpr = tl.constexpr((1 << 20) - 1)
 
 
 @triton.jit
-def count_kernel(score, node, first_child, offsets, order, num_beams, WIDTH: tl.constexpr):
+def _exchange(values, place, distance, rising):
+    """One step of a bitonic network on [2^n]: of two values that lie `distance` apart, the smaller goes first where rising."""
+    other = tl.gather(values, place ^ distance, 0)
+    is_first = (place & distance) == 0
+    return tl.where(is_first == rising, tl.minimum(values, other), tl.maximum(values, other))
+
+
+@triton.jit
+def _sort_rising(values, place, LOG: tl.constexpr):
+    """A network of LOG · (LOG + 1) / 2 steps in loops that run on the device. `tl.sort` writes each step out: a search of 1,000
+    beams compiled for 21 s with it, and compiles in 3 (two busy cores)."""
+    for size in range(LOG):
+        rising = (place & (2 << size)) == 0
+        for step in range(size + 1):
+            values = _exchange(values, place, 1 << (size - step), rising)
+    return values
+
+
+@triton.jit
+def _best_falling(falling, rising, place, LOG: tl.constexpr):
+    """The best 2^LOG of two sorted sequences, falling. The larger of each pair are the best of both and change direction once,
+    so LOG steps sort them."""
+    values = tl.maximum(falling, rising)
+    for step in range(LOG):
+        distance = 1 << (LOG - 1 - step)
+        values = _exchange(values, place, distance, place < 0)
+    return values
+
+
+@triton.jit
+def count_kernel(score, node, first_child, offsets, order, num_beams, WIDTH: tl.constexpr, LOG: tl.constexpr):
     """One program per request: beams by node -> order int32 [R, W], offsets int32 [R, W + 1] (candidates before each)."""
     request = tl.program_id(0)
     place = tl.arange(0, WIDTH)
@@ -28,7 +58,7 @@ def count_kernel(score, node, first_child, offsets, order, num_beams, WIDTH: tl.
     own_node = tl.load(node + request * num_beams + place, mask=inside, other=0).to(tl.int64)
     live = own_score != DEAD
     # Dead beams go last: their count is zero, and so is what stands behind them.
-    packed = tl.sort((tl.where(live, own_node, NO_NODE) << BEAM_BITS) | place)
+    packed = _sort_rising((tl.where(live, own_node, NO_NODE) << BEAM_BITS) | place, place, LOG)
     beam = packed & BEAM_MASK
     parent = packed >> BEAM_BITS
     live = parent < NO_NODE
@@ -105,7 +135,7 @@ def children_kernel(
 def select_kernel(
     logits, normalizer, score, node, first_child, code, offsets, order, keys, allow, num_keys, stride, partial,
     num_beams, num_codes, num_splits,
-    KEEP: tl.constexpr, STEPS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
+    KEEP: tl.constexpr, LOG: tl.constexpr, STEPS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, split): the best KEEP of every num_splits-th block of candidates -> partial [R, splits, KEEP]."""
     request = tl.program_id(0).to(tl.int64)
@@ -131,15 +161,14 @@ def select_kernel(
         ordered = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
         key = tl.where(valid, (ordered << 32) | (LOW - candidate.to(tl.int64)), NONE)
         if tl.max(key, 0) > tl.min(best, 0):
-            # Of a falling and a rising sequence, the larger of each pair are the best KEEP of both.
-            best = tl.sort(tl.maximum(best, tl.sort(key)), descending=True)
+            best = _best_falling(best, _sort_rising(key, place, LOG), place, LOG)
     tl.store(partial + (request * num_splits + split) * KEEP + place, best)
 
 
 @triton.jit
 def select_of_splits_kernel(
     partial, node, first_child, offsets, order, widths, out_score, out_node, out_parent,
-    num_beams, width, num_splits, KEEP: tl.constexpr, STEPS: tl.constexpr,
+    num_beams, width, num_splits, KEEP: tl.constexpr, LOG: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One program per request: the best of all splits -> score, node and parent [R, width]; what it may not keep is dead."""
     request = tl.program_id(0).to(tl.int64)
@@ -149,7 +178,7 @@ def select_of_splits_kernel(
     for split in range(1, num_splits):
         rising = tl.load(partial + split * KEEP + (KEEP - 1 - place))
         if tl.max(rising, 0) > tl.min(best, 0):
-            best = tl.sort(tl.maximum(best, rising), descending=True)
+            best = _best_falling(best, rising, place, LOG)
     kept = (best != NONE) & (place < tl.load(widths + request))
     offsets += request * (num_beams + 1)
     candidate = tl.where(kept, LOW - (best & LOW), 0).to(tl.int32)

@@ -44,8 +44,9 @@ def beam_step(
     offsets = torch.empty((requests, num_beams + 1), dtype=torch.int32, device=device)
     order = torch.empty((requests, num_beams), dtype=torch.int32, device=device)
     search.count_kernel[(requests,)](
-        score, node, trie.first_child, offsets, order, num_beams, WIDTH=power_of_two(num_beams)
-    )
+        score, node, trie.first_child, offsets, order, num_beams, WIDTH=power_of_two(num_beams),
+        LOG=log_of(num_beams), num_warps=warps_of(power_of_two(num_beams)),
+    )  # fmt: skip
     if normalizer is None:
         normalizer = torch.empty((requests, num_beams), dtype=torch.float32, device=device)
         search.children_kernel[(requests * num_beams,)](
@@ -55,7 +56,7 @@ def beam_step(
     partial = torch.empty((requests, splits, keep), dtype=torch.int64, device=device)
     search.select_kernel[(requests, splits)](
         logits, normalizer.float().contiguous(), score, node, trie.first_child, trie.code, offsets, order, *listed, partial,
-        num_beams, num_codes, splits, KEEP=keep, STEPS=steps, **filtered,
+        num_beams, num_codes, splits, KEEP=keep, LOG=log_of(keep), STEPS=steps, num_warps=warps_of(keep), **filtered,
     )  # fmt: skip
     found = Beams(
         score=torch.empty((requests, width), dtype=torch.float32, device=device),
@@ -64,7 +65,7 @@ def beam_step(
     )
     search.select_of_splits_kernel[(requests,)](
         partial, node, trie.first_child, offsets, order, widths, found.score, found.node, found.parent,
-        num_beams, width, splits, KEEP=keep, STEPS=steps,
+        num_beams, width, splits, KEEP=keep, LOG=log_of(keep), STEPS=steps, num_warps=warps_of(keep),
     )  # fmt: skip
     return found
 
@@ -83,7 +84,17 @@ def restricted_log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 def power_of_two(number: int) -> int:
     """The first one that is not below `number`."""
-    return 1 << (number - 1).bit_length()
+    return 1 << log_of(number)
+
+
+def log_of(number: int) -> int:
+    """The exponent of `power_of_two(number)`."""
+    return (number - 1).bit_length()
+
+
+def warps_of(values: int) -> int:
+    """Warps of a program that sorts so many values: four a thread, from 4 warps to 16."""
+    return min(max(values // 128, 4), 16)
 
 
 def search_ops() -> SearchOps:
