@@ -105,6 +105,8 @@ def test_cache_asks_every_user_twice(folder):
     assert (first["visit"], first["items"], first["requests"]) == ("first_visit", 7, 5)
     assert (returning["visit"], returning["items"], returning["requests"]) == ("returning", 9, 5)
     assert first["faulty_answers"] == returning["faulty_answers"] == 0
+    found = [row["counters"].get("polyrec_engine_hit_tokens_total", 0) for row in (first, returning)]
+    assert found[1] >= 5 * 16 > found[0]
 
 
 @pytest.mark.parametrize(

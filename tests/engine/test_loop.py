@@ -73,6 +73,27 @@ def test_answers_are_the_recommender_s(folder, recommender):
     assert stats["cancelled"] == loop.depth == 0
 
 
+def test_figures_of_the_prefix_cache(recommender):
+    """A user who returns with two items more: the whole pages of what they had are found again."""
+    loop = EngineLoop(recommender)
+    pages = recommender.engine.memory.size.num_pages - 1
+    assert (loop.stats["free_pages"], loop.stats["hit_tokens"]) == (pages, 0)
+    loop.start()
+    lengths = []
+    for num_items in (20, 22):
+        request = RecommendRequest(history=[f"item-{row}" for row in range(num_items)], n=3)
+        lengths.append(len(recommender.prepare(request).search.prompt))
+        loop.submit(request).result(WAIT_S)
+    assert loop.drain(WAIT_S)
+    stats = loop.stats
+    assert 40 < lengths[0] < lengths[1]
+    assert stats["prompt_tokens"] == sum(lengths)
+    assert stats["hit_tokens"] == (lengths[0] - 1) // 16 * 16  # the first one's end is not in the second
+    assert stats["used_pages"] == stats["host_pages"] == stats["host_hit_tokens"] == 0
+    assert stats["kept_pages"] == lengths[1] // 16
+    assert stats["free_pages"] + stats["kept_pages"] == pages
+
+
 def test_a_cold_request_does_not_wait_for_the_engine(held):
     loop, entered, _ = held
     loop.submit(ask(1))

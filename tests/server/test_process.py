@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -161,6 +162,44 @@ def test_metrics_of_the_engine(tiny_client: httpx.Client) -> None:
         assert metric(tiny_client, f"polyrec_engine_{name}") > 0, name
 
 
+def test_a_user_who_returns_costs_the_new_items(tiny_server: ServerProcess, tiny_client: httpx.Client) -> None:
+    def hits() -> float:
+        return metric(tiny_client, "polyrec_engine_hit_tokens_total")
+
+    history = [f"item-{900 + row}" for row in range(20)]
+    tiny_client.post("/v1/recommend", json={"history": history})
+    eventually(lambda: metric(tiny_client, "polyrec_engine_used_pages") == 0, "nothing runs")
+    before = hits()
+    answer = tiny_client.post("/v1/recommend", json={"history": [*history, "item-7"]})
+    assert answer.status_code == 200
+    eventually(lambda: hits() - before >= 48, "20 items, which are 60 tokens and more, were cached")
+    [line] = [line for line in tiny_server.logs() if line["message"].startswith("keys and values: ")]
+    assert "bytes a token (float32)" in line["message"]
+    assert (line["prefix_cache"], line["graph_bytes"]) == ("on", 0)
+    num_pages = int(re.search(r"([\d,]+) pages", line["message"])[1].replace(",", ""))  # type: ignore[index]
+    states = [metric(tiny_client, f"polyrec_engine_{state}_pages") for state in ("free", "kept", "used")]
+    assert sum(states) == num_pages - 1
+
+
+def test_the_cache_as_told(folder: Path) -> None:
+    flags = ["--no-prefix-cache", "--kv-cache-dtype", "bf16", "--max-length", "128"]
+    server = serve(folder, "--num-threads", "1", *flags)
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            body = {"history": [f"item-{row}" for row in range(30)]}
+            assert [client.post("/v1/recommend", json=body).status_code for _ in range(2)] == [200, 200]
+            assert metric(client, "polyrec_engine_prompt_tokens_total") > 0
+            assert metric(client, "polyrec_engine_hit_tokens_total") == 0
+            message = {"role": "user", "content": "<s_a_1>" * 128}
+            long = client.post("/v1/chat/completions", json={"messages": [message]})
+            assert (long.status_code, long.json()["error"]["code"]) == (400, "prompt_too_long")
+        [line] = [line for line in server.logs() if line["message"].startswith("keys and values: ")]
+        assert "(bfloat16)" in line["message"]
+        assert line["prefix_cache"] == "off"
+    finally:
+        assert server.stop() == 0
+
+
 def test_a_full_queue_and_leavers_under_load(folder: Path) -> None:
     """64 heavy requests against a queue of one: each is answered or told to come back, then all is well again."""
     server = serve(folder, "--max-queue", "1", "--max-batch", "1", "--num-threads", "1")
@@ -236,6 +275,7 @@ def test_sigterm_answers_what_is_here(folder: Path) -> None:
         (["--host", "0.0.0.0"], "api_key_required"),
         (["--max-beam-width", "0"], "config_invalid"),
         (["--timeout", "0"], "config_invalid"),
+        (["--memory-fraction", "1.5"], "config_invalid"),
     ],
 )
 def test_wrong_flags_end_with_a_code(folder: Path, flags: list[str], code: str) -> None:

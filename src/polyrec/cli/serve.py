@@ -10,8 +10,10 @@ import typer
 
 from ..core.request import SCORE_HELP, ScoreRule
 from ..hardware.base.config import HardwareConfig
+from ..kvcache.options import KVConfig
 from ..models.options import ModelOptions
 from .hardware_flags import hardware_flags
+from .kv_flags import kv_flags
 from .model_flags import model_flags
 
 
@@ -26,6 +28,7 @@ class LogLevel(str, Enum):
 
 @hardware_flags
 @model_flags
+@kv_flags
 def serve(
     folder: Annotated[Path, typer.Argument(help="A model folder written by `polyrec train`.")],
     host: Annotated[str, typer.Option(help="Address to listen on; any but 127.0.0.1 needs --api-key.")] = "127.0.0.1",
@@ -49,6 +52,7 @@ def serve(
         Path | None, typer.Option(help="Take profiles when POST /v1/profile/start asks, and write them here.")
     ] = None,
     *,
+    kv: KVConfig,
     options: ModelOptions,
     hardware: HardwareConfig,
 ) -> None:
@@ -74,6 +78,7 @@ def serve(
         "timeout": timeout,
         "log_level": log_level.value,
         "score_rule": score_rule,
+        "kv": kv,
         "model": options,
         "hardware": hardware,
         "num_threads": num_threads,

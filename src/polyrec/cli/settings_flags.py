@@ -51,7 +51,7 @@ def flag(
 ) -> inspect.Parameter:
     """The flag of one setting, named like it."""
     default = cls.model_fields[name].get_default(call_default_factory=True)
-    if not isinstance(default, (str, bool, type(None))):  # an empty collection
+    if not isinstance(default, (str, bool, int, float, type(None))):  # an empty collection
         default, kind = None, kind | None
     option = typer.Option(*spelling, help=text, metavar=metavar, rich_help_panel=panel)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

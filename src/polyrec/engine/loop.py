@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -39,10 +40,9 @@ class EngineLoop:
         self._stopping = threading.Event()
         self._gate = threading.Lock()  # between a request that enters and the thread that leaves
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
-        self._stats: dict[str, float] = dict.fromkeys(
-            ("requests", "cancelled", "expired", "batches", "replays", "prompt_tokens"), 0
-        )
+        self._stats: dict[str, float] = dict.fromkeys(("requests", "cancelled", "expired", "batches", "replays"), 0)
         self._stats["busy_seconds"] = 0.0
+        self._stats.update(self._memory_stats())
 
     def start(self) -> None:
         """Starts the thread."""
@@ -60,7 +60,8 @@ class EngineLoop:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the start: requests, cancelled, expired, batches, replays (of graphs), prompt_tokens, busy_seconds."""
+        """Counters since the start: requests, cancelled, expired, batches, replays (of graphs), busy_seconds, and the prefix
+        cache's own; and how many pages are free, kept, used and on the host after the last batch."""
         return dict(self._stats)
 
     def search(self, search: Search, deadline: float | None = None) -> Future[Found]:
@@ -147,18 +148,28 @@ class EngineLoop:
                     self._run_calls()
                     started = time.perf_counter()
                     for asked in waiting:
-                        self._stats["prompt_tokens"] += len(asked.search.prompt)
                         unanswered.add(asked.future)
                         engine.submit(_request(asked.search), self._answer(asked.future), asked.deadline)
                     if engine.step():
                         self._stats["batches"] += 1
                     unanswered = {future for future in unanswered if not future.done()}
                     self._stats["replays"] = engine.num_replays
+                    self._stats.update(self._memory_stats())
                     self._stats["busy_seconds"] += time.perf_counter() - started
                     waiting = self._collect(None)
             finally:  # an engine that failed stops the thread, but whoever waits is told; the next user must not find them
                 engine.forget_waiting()
                 self._fail_unanswered(unanswered)
+
+    def _memory_stats(self) -> dict[str, float]:
+        prefixes = self.recommender.engine.memory.prefixes
+        return {
+            **dataclasses.asdict(prefixes.stats),
+            "free_pages": prefixes.num_free,
+            "kept_pages": prefixes.num_evictable,
+            "used_pages": prefixes.num_used,
+            "host_pages": prefixes.num_on_host,
+        }
 
     def _run_calls(self) -> None:
         while not self._calls.empty():

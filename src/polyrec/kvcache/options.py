@@ -29,4 +29,4 @@ class KVConfig(Settings):
     prefix_cache: bool = True
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     max_length: int | None = Field(default=None, ge=1)
-    host_cache_gib: float = Field(default=0.0, ge=0)
+    host_cache_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)

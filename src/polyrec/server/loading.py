@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,17 +11,24 @@ from ..core.errors import CheckpointError
 from ..core.files import read_json
 from ..core.request import RecommendRequest
 from .chat import ChatPrompt, load_template
+from .logs import FIELDS, LOGGER
 from .profile import Profile, writable_folder
 from .settings import ServerSettings
 from .state import ServerState, Service
 
 if TYPE_CHECKING:
+    from ..engine.engine import Engine
     from ..engine.front import Front
     from ..engine.loop import EngineLoop
     from ..engine.recommender import Recommender
+    from ..hardware.base.backend import HardwareBackend
     from ..hardware.base.runtime import Runtime
+    from ..kvcache.options import KVConfig
 
 NEEDED_FILES = ("config.json", "tokenizer.json", "catalog.parquet")
+# Of a device with a memory of its own, which has nothing else to do; the rest is for recorded graphs, what a prefill computes
+# with, and the libraries' own needs.
+MEMORY_FRACTION = 0.9
 
 
 def check_start(folder: Path, settings: ServerSettings) -> None:
@@ -62,11 +70,13 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
         limits=BatchLimits(max_requests=settings.max_batch, max_tokens=settings.max_batch_tokens),
         graphs=None if settings.eager else graph_sizes(settings.max_beam_width),
         model=settings.model,
+        kv=served_kv(settings.kv, backend),
     )
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
     state.stage = "recording_graphs"
-    recommender.engine.record_graphs()
+    graph_bytes = recommender.engine.record_graphs()
+    tell_memory(recommender.engine, settings.kv, graph_bytes)
     state.stage = "warming_up"
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
@@ -86,6 +96,22 @@ def front_of(recommender: Recommender, folder: Path) -> Front:
         num_leaves=recommender.engine.trie.num_leaves,
     )
     return Front(recommender.catalog, recommender.layout, recommender.kind, recommender.prompt_of, facts)
+
+
+def served_kv(kv: KVConfig, backend: HardwareBackend) -> KVConfig:
+    """A server's own device is for it to fill. The host's memory is not, nor is a copy to it asynchronous: there, without a
+    fraction, the cache holds what the largest batches need."""
+    if kv.memory_fraction is None and backend.capabilities.async_copies:
+        return kv.model_copy(update={"memory_fraction": MEMORY_FRACTION})
+    return kv
+
+
+def tell_memory(engine: Engine, kv: KVConfig, graph_bytes: int) -> None:
+    """The one log line about memory at the start."""
+    prefixes = engine.memory.prefixes
+    off = "off: the attention cannot go on from a cached beginning" if kv.prefix_cache else "off"
+    fields = {"prefix_cache": "on" if prefixes.enabled else off, "graph_bytes": graph_bytes}
+    logging.getLogger(LOGGER).info("keys and values: %s", engine.memory.size, extra={FIELDS: fields})
 
 
 def _profile_of(loop: EngineLoop, runtime: Runtime, folder: Path | None) -> Profile | None:

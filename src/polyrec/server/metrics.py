@@ -32,8 +32,19 @@ _ENGINE_COUNTERS = (
     ("expired", "polyrec_engine_expired", "Requests whose time was over while they waited."),
     ("batches", "polyrec_engine_batches", "Batches the engine ran."),
     ("replays", "polyrec_engine_replays", "Recorded graphs the engine replayed."),
-    ("prompt_tokens", "polyrec_engine_prompt_tokens", "Prompt tokens the engine read."),
+    ("prompt_tokens", "polyrec_engine_prompt_tokens", "Tokens of the prompts the engine took."),
+    ("hit_tokens", "polyrec_engine_hit_tokens", "Those of them that were cached, so that it did not read them."),
+    ("host_hit_tokens", "polyrec_engine_host_hit_tokens", "Those of these that came back from the host's memory."),
+    ("evicted_pages", "polyrec_engine_evicted_pages", "Kept pages that left the device."),
+    ("stored_pages", "polyrec_engine_stored_pages", "Those of them that went to the host's memory."),
+    ("dropped_pages", "polyrec_engine_dropped_pages", "Pages that the host's memory gave up for others."),
     ("busy_seconds", "polyrec_engine_busy_seconds", "Seconds the engine spent on batches."),
+)
+_ENGINE_GAUGES = (
+    ("free_pages", "polyrec_engine_free_pages", "Pages of keys and values that hold nothing."),
+    ("kept_pages", "polyrec_engine_kept_pages", "Pages that only the prefix cache keeps."),
+    ("used_pages", "polyrec_engine_used_pages", "Pages of prompts that are being answered."),
+    ("host_pages", "polyrec_engine_host_pages", "Kept pages in the host's memory."),
 )
 
 
@@ -99,3 +110,5 @@ class _EngineCollector(Collector):
         stats = service.loop.stats if service else {}
         for key, name, text in _ENGINE_COUNTERS:
             yield CounterMetricFamily(name, text, value=stats.get(key, 0))
+        for key, name, text in _ENGINE_GAUGES:
+            yield GaugeMetricFamily(name, text, value=stats.get(key, 0))

@@ -11,6 +11,7 @@ from ..core.config import Settings
 from ..core.errors import ConfigError
 from ..core.request import ScoreRule
 from ..hardware.base.config import HardwareConfig
+from ..kvcache.options import KVConfig
 from ..models.options import ModelOptions
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -24,7 +25,8 @@ class ServerSettings(Settings):
     max_batch, max_batch_tokens: requests and prompt tokens in one engine batch. eager: without recorded graphs.
     timeout: seconds a request may take, from its first byte to its answer.
     max_body_bytes: largest request body.
-    score_rule: what a score is (core.request.ScoreRule). model: the model flags. hardware: the hardware flags.
+    score_rule: what a score is (core.request.ScoreRule). kv: the key-value cache's flags. model: the model flags.
+    hardware: the hardware flags.
     num_threads: CPU threads of the engine (None: torch's choice). profile_dir: where traces go; None: none may be taken.
     """
 
@@ -40,6 +42,7 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     log_level: LogLevel = "info"
     score_rule: ScoreRule = "level"
+    kv: KVConfig = KVConfig()
     model: ModelOptions = ModelOptions()
     hardware: HardwareConfig = HardwareConfig()
     num_threads: int | None = Field(default=None, ge=1)

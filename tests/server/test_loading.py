@@ -1,0 +1,53 @@
+"""What a server's start decides and tells about memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from polyrec.kvcache.options import KVConfig
+from polyrec.kvcache.sizing import KVSize
+from polyrec.server.loading import served_kv, tell_memory
+from polyrec.server.logs import LOGGER, JsonFormatter
+
+
+def backend(own_memory: bool) -> SimpleNamespace:
+    return SimpleNamespace(capabilities=SimpleNamespace(async_copies=own_memory))
+
+
+@pytest.mark.parametrize(
+    ("own_memory", "given", "expected"), [(True, None, 0.9), (False, None, None), (True, 0.4, 0.4), (False, 0.4, 0.4)]
+)
+def test_a_server_fills_a_device_with_a_memory_of_its_own(
+    own_memory: bool, given: float | None, expected: float | None
+) -> None:
+    kv = KVConfig(memory_fraction=given, max_length=77)
+    assert served_kv(kv, backend(own_memory)) == KVConfig(memory_fraction=expected, max_length=77)
+
+
+@pytest.mark.parametrize(
+    ("asked", "enabled", "told"),
+    [
+        (True, True, "on"),
+        (False, False, "off"),
+        (True, False, "off: the attention cannot go on from a cached beginning"),
+    ],
+)
+def test_one_line_tells_the_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, asked: bool, enabled: bool, told: str
+) -> None:
+    monkeypatch.setattr(logging.getLogger("polyrec"), "propagate", True)  # a server of this process may have cut it off
+    monkeypatch.setattr(logging.getLogger("polyrec"), "level", logging.INFO)
+    size = KVSize(1024, 9, 16, torch.float32)
+    engine = SimpleNamespace(memory=SimpleNamespace(size=size, prefixes=SimpleNamespace(enabled=enabled)))
+    with caplog.at_level(logging.INFO, LOGGER):
+        tell_memory(engine, KVConfig(prefix_cache=asked), 123)  # type: ignore[arg-type]
+    [record] = caplog.records
+    line = json.loads(JsonFormatter().format(record))
+    assert line["message"] == f"keys and values: {size}"
+    assert "1,024 bytes a token" in line["message"]
+    assert (line["prefix_cache"], line["graph_bytes"]) == (told, 123)
