@@ -98,11 +98,16 @@ class LateRuntime(CpuRuntime):
         self._random = random.Random(seed)
         self._default_stream = LateStream(self)
         self._all = [self._default_stream]
+        self._at_work = False
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        with Queueing(self):
-            yield
+        self._at_work = True
+        try:
+            with Queueing(self):
+                yield
+        finally:
+            self._at_work = False
 
     def stream(self) -> LateStream:
         self._all.append(LateStream(self))
@@ -115,8 +120,18 @@ class LateRuntime(CpuRuntime):
         self.run(lambda: not any(stream.steps for stream in self._all))
 
     @torch.inference_mode()
+    def run_beside(self) -> bool:
+        """Takes all steps of the other streams that need not wait for the default one; whether those are all they have."""
+        assert not self._at_work, "steps that are taken now would be queued again"
+        others = self._all[1:]
+        while ready := [stream for stream in others if stream.steps and stream.steps[0].ready()]:
+            ready[0].steps.popleft().work()
+        return not any(stream.steps for stream in others)
+
+    @torch.inference_mode()
     def run(self, enough: Callable[[], bool]) -> None:
         """Takes steps of streams that need not wait, now of this one, now of that one, now mostly of one of them."""
+        assert not self._at_work, "steps that are taken now would be queued again"
         eager, bias = self._random.choice(self._all), self._random.choice((0.0, 0.7, 1.0))
         while not enough():
             ready = [stream for stream in self._all if stream.steps and stream.steps[0].ready()]

@@ -233,6 +233,36 @@ class TestOrder:
         device.synchronize()
         assert keys.view(8, -1)[:, 0].tolist() == [0, 7, 0, 0, 0, 0, 0, 0]
 
+    def test_pages_leave_and_come_back_beside_the_batch_that_runs(self, device, pool):
+        cache = PrefixCache(8, PAGE, self.tier(pool, device))
+        first, second = tokens_from(0, 9), tokens_from(100, 9)
+        for tokens in (first, second):
+            held = cache.admit(tokens)
+            with device.at_work():
+                pool.keys.fill_(7)  # its batch
+                cache.keep(held, tokens)
+            if tokens is first:
+                device.synchronize()  # its answer is out
+                cache.release(held)
+        with device.at_work():
+            cache.make_room(6)
+        assert cache.num_on_host == 2
+        assert device.run_beside()
+        with device.at_work():
+            assert cache.admit(first).num_cached == 8
+        assert device.run_beside()
+
+    def test_pages_of_a_batch_that_may_still_run_wait_for_it(self, device, pool):
+        cache = PrefixCache(8, PAGE, self.tier(pool, device))
+        tokens = tokens_from(0, 9)
+        held = cache.admit(tokens)
+        with device.at_work():
+            pool.keys.fill_(7)
+            cache.keep(held, tokens)
+            cache.release(held)
+            cache.make_room(7)
+        assert not device.run_beside()
+
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 1 << 60])
 def test_a_size_that_cannot_be_is_refused(num_bytes):
