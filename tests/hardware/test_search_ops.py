@@ -114,6 +114,20 @@ def test_a_step_equals_plain_python(seed):
     expect(found, plain_step(logits, normalizer, beams, tree, predicates, widths), int(widths.max()))
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wide_step_equals_plain_python(seed):
+    """Of some 1,600 candidates, most of them tied with others, 1,000 and 600 are kept: more than one of a kernel's blocks."""
+    rng = np.random.default_rng(300 + seed)
+    tree = Tree(rng, num=850)
+    beams = random_beams(rng, 2, 800, np.arange(1, 851))
+    logits, normalizer = eighths(rng, 2, 800, tree.num_codes), eighths(rng, 2, 800, low=8, high=24)
+    widths = np.array([1000, 600])
+    found = REFERENCE_OPS.search.beam_step(
+        logits, normalizer, as_beams(beams), tree.arrays, None, torch.from_numpy(widths), 1000
+    )
+    expect(found, plain_step(logits, normalizer, beams, tree, None, widths), 1000)
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_normalised_over_the_valid_children(seed):
     rng = np.random.default_rng(100 + seed)
