@@ -1,10 +1,13 @@
 """Prompts in pages, with and without a cached beginning, through our Triton attention: against float64, one query at a time.
 
+Prefills, beams, and the list of what the kernels' programs do.
+
 `test_triton.py` runs this file in a process of its own, in Triton's interpreter or on a device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import NamedTuple
 
@@ -13,13 +16,15 @@ import pytest
 import torch
 
 from polyrec.attention.triton import TritonAttention
+from polyrec.attention.triton_work import MOST_ITEMS, list_work
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
 from polyrec.hardware.ops.spec import FP8, TOLERANCES
-from polyrec.testing.brute_force import attend, within
+from polyrec.testing.brute_force import attend, beam_attention, within
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 DIM, SIZE, LAYERS, SPARE = 16, 16, 2, 5  # SPARE: rows behind the last sequence
 HEADS = [(2, 2), (4, 2), (4, 1)]
 # (cached, new) tokens of each request. A request is cut where its rows are few; (0, 0) is a place without a sequence.
@@ -57,35 +62,47 @@ def backend():
     return built
 
 
-def draw(backend, shapes, heads, *, dtype=torch.float32, cache_dtype=None, window=None, soft_cap=None, extra=0):
-    """A case whose beginnings are in the cache. extra: tokens and places more than needed, as in a recorded batch."""
-    rng = np.random.default_rng(len(shapes) + sum(map(sum, shapes)))
-    move, (num_heads, kv_heads) = backend.runtime.to_device, heads
-    needs = AttentionNeeds(LAYERS, *heads, DIM, dtype=dtype, sliding_window=window, soft_cap=soft_cap)
+def draw(backend, shapes, heads=(4, 2), *, dtype=torch.float32, cache_dtype=None, window=None, soft_cap=None, seed=0):
+    """A case whose beginnings are in the cache, its pages shuffled."""
+    rng = np.random.default_rng(seed)
+    move, needs = backend.runtime.to_device, AttentionNeeds(LAYERS, *heads, DIM, dtype, window, soft_cap)
     cached, new = (torch.tensor(part) for part in zip(*shapes, strict=True))
-    columns = int(-(-(cached + new).max() // SIZE)) + extra
-    numbers = rng.permutation(np.arange(1, len(shapes) * columns + 1)).reshape(len(shapes), columns)
-    used = np.arange(columns) < -(-(cached + new).numpy() // SIZE)[:, None]
-    pages = torch.from_numpy(np.where(used, numbers, 0)).int()
-    cache = Cache((len(shapes) * columns + 1) * SIZE, kv_heads, cache_dtype or dtype, backend.runtime.device)
+    pages = shuffled_pages(rng, cached + new)
+    cache = Cache((int(pages.max()) + 1) * SIZE, heads[1], cache_dtype or dtype, backend.runtime.device)
     rows = [
         [
             tuple(
                 torch.from_numpy(rng.standard_normal((sum(shape), count, DIM)) * 1.3).to(dtype)
-                for count in (num_heads, kv_heads, kv_heads)
+                for count in (heads[0], heads[1], heads[1])
             )
             for shape in shapes
         ]
         for _ in range(LAYERS)
     ]
-    table = PageTable(move(pages), SIZE, int((cached + new).max()) + extra, move(cached))
+    keep(backend, cache, rows, pages, cached.tolist())
+    table = PageTable(move(pages), SIZE, int((cached + new).max()), move(cached))
+    layout = PackedLayout(move(new), int(new.max()), int(new.sum()) + SPARE, table=table)
+    return Case(rows, layout, cache, needs)
+
+
+def shuffled_pages(rng, lengths):
+    """int32 [R, P]: pages of prompts from 1 on, in any order; 0 behind a prompt's end."""
+    numbers = -(-lengths.numpy() // SIZE)
+    pages = np.zeros((len(numbers), numbers.max()), np.int32)
+    free = rng.permutation(np.arange(1, numbers.sum() + 1))
+    for row, taken in zip(pages, np.split(free, np.cumsum(numbers)[:-1]), strict=True):
+        row[: len(taken)] = taken
+    return torch.from_numpy(pages)
+
+
+def keep(backend, cache, rows, pages, lengths):
+    """Writes the first `lengths` tokens of each prompt."""
+    move = backend.runtime.to_device
     for layer, requests in enumerate(rows):
-        for (_, key, value), num, where in zip(requests, cached.tolist(), pages, strict=True):
+        for (_, key, value), num, where in zip(requests, lengths, pages, strict=True):
             token = torch.arange(num)
             slots = move(where[token // SIZE].long() * SIZE + token % SIZE)
             backend.ops.kv.write(move(key[:num]), move(value[:num]), *cache.layer(layer), slots)
-    layout = PackedLayout(move(new), int(new.max()) + extra, int(new.sum()) + SPARE, table=table)
-    return Case(rows, layout, cache, needs)
 
 
 def packed_rows(case, layer, move):
@@ -128,7 +145,8 @@ def check_prefill(backend, case, *, slack=1.0):
     tolerance = TOLERANCES[case.needs.dtype]
     for layer, outs in enumerate(prefill(backend, case)):
         for (query, key, value), num, out in zip(case.rows[layer], cached_of(case), outs, strict=True):
-            key, value = (through(part, case.cache.keys.dtype) for part in (key, value))
+            kept = case.cache.keys.dtype if num else key.dtype  # without a beginning nothing is read from the cache
+            key, value = (through(part, kept) for part in (key, value))
             for i, row in enumerate(out.double()):
                 seen = within(case.needs.sliding_window, list(range(num + i + 1)))
                 expected = attend(query[num + i].double(), key[seen], value[seen], case.needs.soft_cap)
@@ -136,23 +154,198 @@ def check_prefill(backend, case, *, slack=1.0):
                 torch.testing.assert_close(row, expected, **close)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("shapes", [FEW, MIXED, LONG])
-def test_the_rest_of_prompts(backend, shapes, heads):
-    check_prefill(backend, draw(backend, shapes, heads))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shapes", "heads"), [*[(FEW, heads) for heads in HEADS], (MIXED, (2, 2)), (LONG, (4, 2))])
+def test_the_rest_of_prompts(backend, shapes, heads, dtype):
+    check_prefill(backend, draw(backend, shapes, heads, dtype=dtype))
 
 
 @pytest.mark.parametrize("window", [1, 7, 100, 400])
 def test_windows_reach_into_the_cached_beginning(backend, window):
     for shapes in (FEW, MIXED):
-        check_prefill(backend, draw(backend, shapes, (4, 2), window=window))
+        check_prefill(backend, draw(backend, shapes, window=window))
 
 
 def test_soft_cap(backend):
-    check_prefill(backend, draw(backend, FEW, (4, 2), soft_cap=1.5))
+    check_prefill(backend, draw(backend, FEW, soft_cap=1.5))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_a_cache_of_fewer_bits(backend, cache_dtype):
     for shapes in (FEW, MIXED):
-        check_prefill(backend, draw(backend, shapes, (4, 2), cache_dtype=cache_dtype))
+        check_prefill(backend, draw(backend, shapes, cache_dtype=cache_dtype))
+
+
+@pytest.mark.parametrize("shapes", [FEW, MIXED])
+def test_room_for_more_changes_nothing(backend, shapes):
+    """As in a recorded prefill: places, pages, rows and lengths that are not there."""
+    case = draw(backend, shapes)
+    expected = prefill(backend, case)
+    lengths, table = case.layout.lengths, case.layout.table
+    more = lambda tensor: torch.cat([tensor, tensor.new_zeros(3, *tensor.shape[1:])])  # noqa: E731
+    pages = torch.cat([table.pages, table.pages.new_zeros(len(lengths), 7)], 1)
+    table = PageTable(more(pages), SIZE, table.longest + 900, more(table.cached))
+    layout = PackedLayout(more(lengths), case.layout.longest + 2, case.layout.num_tokens, table=table)
+    rows = [[*requests, *[tuple(part[:0] for part in requests[0])] * 3] for requests in case.rows]
+    again = prefill(backend, case._replace(layout=layout, rows=rows))
+    for layer in range(LAYERS):
+        for found, out in zip(again[layer], expected[layer], strict=False):
+            torch.testing.assert_close(found, out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("shapes", [FEW, MIXED, LONG])
+def test_neighbours_change_nothing(backend, shapes, cache_dtype):
+    """Bit for bit; a prompt of which nothing is cached gets what it gets in a batch that reads no cache."""
+    case = draw(backend, shapes, cache_dtype=cache_dtype)
+    together = prefill(backend, case)
+    for request, (num, length) in enumerate(shapes):
+        if length:
+            table = dataclasses.replace(
+                case.layout.table,
+                pages=case.layout.table.pages[request : request + 1],
+                longest=num + length,
+                cached=case.layout.table.cached[request : request + 1] if num else None,
+            )
+            layout = PackedLayout(case.layout.lengths[request : request + 1], length, length + SPARE, table=table)
+            rows = [[requests[request]] for requests in case.rows]
+            alone = prefill(backend, case._replace(rows=rows, layout=layout))
+            for layer in range(LAYERS):
+                torch.testing.assert_close(alone[layer][0], together[layer][request], rtol=0, atol=0)
+
+
+class Beams(NamedTuple):
+    """What a search leaves: outputs of each pass [R · W, heads · D], on the host, and what they should be."""
+
+    found: list[torch.Tensor]
+    expected: list[torch.Tensor]
+
+
+def search(backend, lengths, widths, *, paged=True, heads=(4, 2), dtype=torch.float32, cache_dtype=None, **more):
+    """Passes of `widths` beams of requests whose prompts have `lengths` tokens; 0: a place without a request."""
+    case = draw(backend, [(0, length) for length in lengths], heads, dtype=dtype, cache_dtype=cache_dtype, **more)
+    move, needs, rng = backend.runtime.to_device, case.needs, np.random.default_rng(1)
+    layout = dataclasses.replace(case.layout, table=dataclasses.replace(case.layout.table, cached=None))
+    if paged:
+        pages = backend.runtime.to_host(layout.table.pages)
+        keep(backend, case.cache, case.rows, pages, lengths)
+    else:
+        layout = dataclasses.replace(layout, table=None)
+        for layer, requests in enumerate(case.rows):
+            rows = [move(torch.cat([of_request[i] for of_request in requests])) for i in (1, 2)]
+            backend.ops.kv.write(*rows, *case.cache.layer(layer), move(torch.arange(sum(lengths))))
+    attention = TritonAttention(needs, backend.ops)
+    walk = attention.search(layout, case.cache, width=max(widths), num_kept=len(widths) - 1)
+    paths, taken, result = [[] for _ in range(len(lengths) * widths[0])], [], Beams([], [])
+    layer = LAYERS - 1
+    for number, width in enumerate(widths):
+        count = len(lengths) * width
+        fused = torch.from_numpy(rng.standard_normal((count, sum(heads) + heads[1], DIM)) * 1.3).to(dtype)
+        own = fused.split((heads[0], heads[1], heads[1]), 1)
+        last = number == len(widths) - 1
+        plan = walk.step(move(torch.tensor(paths, dtype=torch.int64).reshape(count, number)), last=last)
+        result.found.append(
+            backend.runtime.to_host(plan.run(layer, *move(fused).split((heads[0], heads[1], heads[1]), 1)))
+        )
+        expected = []
+        for row, path in enumerate(paths):
+            tokens = [(taken[t][1][at], taken[t][2][at]) for t, at in enumerate(path)] + [(own[1][row], own[2][row])]
+            prompt = (through(part, case.cache.keys.dtype) for part in case.rows[layer][row // width][1:])
+            tokens = [(key.double(), value.double()) for key, value in tokens]
+            expected.append(beam_attention(own[0][row].double(), tuple(prompt), tokens, needs))
+        result.expected.append(torch.stack(expected))
+        taken.append(own)
+        if not last:
+            parents = (
+                rng.integers(0, width, (len(lengths), widths[number + 1])) + np.arange(len(lengths))[:, None] * width
+            )
+            paths = [[*paths[parent], parent] for parent in parents.flatten().tolist()]
+    return result
+
+
+def check_search(result, dtype=torch.float32):
+    tolerance = TOLERANCES[dtype]
+    for found, expected in zip(*result, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_beams_read_pages(backend, heads, dtype):
+    for widths in ((2, 6, 6), (20,), (70,)):
+        check_search(search(backend, (300, 0, 513), widths, heads=heads, dtype=dtype), dtype)
+
+
+def test_many_beams(backend):
+    check_search(search(backend, (600, 5), (150,)))
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_windows_of_beams(backend, window):
+    check_search(search(backend, (300, 4, 513), (3, 9, 9), window=window))
+
+
+def test_soft_cap_of_beams(backend):
+    check_search(search(backend, (300, 4), (9, 9), soft_cap=1.5))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_beams_read_a_cache_of_fewer_bits(backend, cache_dtype):
+    check_search(search(backend, (300, 4), (9, 9), cache_dtype=cache_dtype))
+
+
+@pytest.mark.parametrize("widths", [(3, 5, 5), (50,)])
+def test_pages_change_nothing(backend, widths):
+    lengths = (300, 0, 40, 513)
+    paged, packed = (search(backend, lengths, widths, paged=paged) for paged in (True, False))
+    for found, expected in zip(paged.found, packed.found, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_list_of_work(backend):
+    """Every query row of a request meets every key of its prompt once, and partial results do not overlap."""
+    rng = np.random.default_rng(3)
+    move, host = backend.runtime.to_device, backend.runtime.to_host
+    for number in range(24):
+        places = int(rng.integers(1, 90 if number % 8 == 0 else 9))
+        new = rng.integers(0, rng.choice([4, 40, 400]), places) * rng.integers(0, 2, places)
+        cached = rng.integers(0, 2000, places) * rng.integers(0, 2, places)
+        width = int(rng.choice([0, 0, 1, 40, 500]))
+        keys = cached if width else new + cached * (new > 0)
+        rows = np.full(places, width) if width else new
+        group, tile = int(rng.choice([1, 2, 3])), int(rng.choice([16, 64, 128]))
+        least = int(rng.choice([64, 128, 0 if width == 0 else 64]))
+        num_rows, longest = int(rows.sum()) + SPARE * (width == 0), int(keys.max()) + 5
+        work = list_work(
+            move(torch.from_numpy(keys if width else new)), num_rows, tile=tile, group=group, width=width,
+            cached=None if width else move(torch.from_numpy(cached * (new > 0))), longest=longest, least=least,
+        )  # fmt: skip
+        items = host(work.items)[: int(host(work.count))].tolist()
+        assert len(items) <= work.max_items
+        first = np.cumsum(rows) - rows
+        owner = [request for request in range(places) for _ in range(rows[request])]
+        assert host(work.owner).tolist() == (owner + [-1] * (num_rows - len(owner)) if least else [])
+        parts = np.zeros(work.num_parts, int)
+        for request, (spans, first_part, count, row) in enumerate(host(work.requests).tolist()):
+            assert (count, row) == (rows[request], first[request])
+            assert spans <= max(work.max_spans, 1)
+            if spans > 1 or width:
+                parts[first_part : first_part + spans * count] += 1
+                assert first_part + spans * count <= work.num_parts
+            mine = [item for item in items if item[0] == request]
+            taken = keys[request] and (width or (cached[request] > 0) == (least > 0))
+            tiles = -(-rows[request] * group // tile) if taken else 0
+            assert len(mine) == tiles * spans
+            if mine and spans > 1:
+                assert width or cached[request]
+                assert len(mine) <= MOST_ITEMS
+            for of_tile in range(tiles):
+                of_span = [item for item in mine if item[1] == of_tile]
+                assert [item[2] for item in of_span] == [0, *(item[3] for item in of_span[:-1])]
+                assert of_span[-1][3] == keys[request]
+                apart = spans > 1 or width
+                outs = [first_part + span * count if apart else -1 for span in range(spans)]
+                assert [item[4:] for item in of_span] == [
+                    [out, count, row, keys[request] if width else keys[request] - count] for out in outs
+                ]
+        assert (parts <= 1).all()

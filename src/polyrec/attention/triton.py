@@ -77,35 +77,53 @@ class PackedPlan(AttentionPlan):
         return self.run_written(layer, query, key, value)
 
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        needs, (tokens, heads, dim) = self._needs, query.shape
+        tokens, heads, dim = query.shape
         result = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
         if self._reader is not None:
             self._reader.read(layer, query, result)
             self._reader.merge(query, result)
-            return result
-        kernels.packed_kernel[(self._work.max_items, heads)](
-            query, key, value, result, self._work.items, self._work.count, dim**-0.5, needs.soft_cap or 1.0,
+        if self._work is not None:
+            self._attend_packed(self._work, query, key, value, result)
+        return result
+
+    def _attend_packed(self, work: Work, query: Tensor, key: Tensor, value: Tensor, result: Tensor) -> None:
+        needs, (_, heads, dim) = self._needs, query.shape
+        kernels.packed_kernel[(work.max_items, heads)](
+            query, key, value, result, work.items, work.count, dim**-0.5, needs.soft_cap or 1.0,
             needs.sliding_window or 0, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=self._tile, KEYS=KEYS,
+            HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=packed_tile(dim), KEYS=KEYS,
             CAPPED=needs.soft_cap is not None, WINDOWED=needs.sliding_window is not None,
             num_warps=8, num_stages=3 if query.element_size() == 2 else 1,
         )  # fmt: skip
-        return result
-
-    @property
-    def _tile(self) -> int:
-        return 64 if self._needs.head_dim > 128 else 128
 
     # Both are made in the first layer: another plan of this kind may need neither.
     @cached_property
-    def _work(self) -> Work:
-        return list_work(self._layout.lengths, self._layout.num_tokens, tile=self._tile)
+    def _work(self) -> Work | None:
+        """Of sequences that read the packed keys and values: those of which nothing is cached.
+
+        They get here what they get in a batch that reads no cache, bit for bit; one that only the device knows costs a launch.
+        """
+        layout = self._layout
+        host_cached = None if layout.table is None else layout.table.host_cached
+        if self._reader is not None and host_cached is not None and bool((host_cached > 0).all()):
+            return None
+        return list_work(
+            layout.lengths,
+            layout.num_tokens,
+            tile=packed_tile(self._needs.head_dim),
+            cached=layout.cached,
+        )
 
     @cached_property
     def _reader(self) -> PromptReader | None:
         if self._cache is None or self._layout.cached is None:
             return None
-        return PromptReader(self._needs, self._layout, self._cache, width=0)
+        return PromptReader(self._needs, self._layout, self._cache)
+
+
+def packed_tile(head_dim: int) -> int:
+    """Queries of one program of the packed kernel."""
+    return 64 if head_dim > 128 else 128
 
 
 class TritonSearch(SearchAttention):
@@ -133,7 +151,7 @@ class TritonSearch(SearchAttention):
     def step(self, ancestors: Tensor, *, last: bool) -> AttentionPlan:
         width = len(ancestors) // self.num_requests  # the first levels of a small catalog hold fewer beams
         if width not in self._readers:
-            self._readers[width] = self._make_reader(width)
+            self._readers[width] = self._make_reader(width=width)
         return BeamPlan(self, self._readers[width], ancestors, last=last)
 
 

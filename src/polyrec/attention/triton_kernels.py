@@ -170,10 +170,10 @@ def prompt_kernel(
             to = (token * HEADS + head)[:, None] * DIM + lane
             tl.store(result + to, acc.to(result.dtype.element_ty), mask=inside[:, None])
         else:
-            to = (out.to(tl.int64) + row // GROUP) * HEADS + head
-            tl.store(part + to[:, None] * DIM + lane, acc, mask=inside[:, None])
-            tl.store(part_top + to, top, mask=inside)
-            tl.store(part_total + to, total, mask=inside)
+            apart = (out.to(tl.int64) + row // GROUP) * HEADS + head
+            tl.store(part + apart[:, None] * DIM + lane, acc, mask=inside[:, None])
+            tl.store(part_top + apart, top, mask=inside)
+            tl.store(part_total + apart, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["step_rows"])
@@ -207,17 +207,17 @@ def merge_kernel(
     acc = tl.zeros([BLOCK, DIM], tl.float32)
     # Tops first and eight spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
     span = tl.arange(0, MOST)
-    at = (first + span * num_rows) * HEADS
+    of_spans = ((first + span * num_rows) * HEADS)[:, None] + head[None, :]
     there = (span < num_spans)[:, None] & real[None, :]
-    top = tl.max(tl.load(part_top + at[:, None] + head[None, :], mask=there, other=NEVER), 0)
+    top = tl.max(tl.load(part_top + of_spans, mask=there, other=NEVER), 0)
     base = tl.where(top == NEVER, 0.0, top)
     for begin in range(0, num_spans, UNROLL):
         for each in tl.static_range(UNROLL):
-            at = (first + (begin + each) * num_rows) * HEADS
-            of_span = tl.where(begin + each < num_spans, head < HEADS, False)
-            grow = tl.exp2(tl.load(part_top + at + head, mask=of_span, other=NEVER) - base)
-            total += tl.load(part_total + at + head, mask=of_span, other=0.0) * grow
-            acc += tl.load(part + at * DIM + tile, mask=of_span[:, None], other=0.0) * grow[:, None]
+            of_span = (first + (begin + each) * num_rows) * HEADS
+            in_span = tl.where(begin + each < num_spans, head < HEADS, False)
+            grow = tl.exp2(tl.load(part_top + of_span + head, mask=in_span, other=NEVER) - base)
+            total += tl.load(part_total + of_span + head, mask=in_span, other=0.0) * grow
+            acc += tl.load(part + of_span * DIM + tile, mask=in_span[:, None], other=0.0) * grow[:, None]
     if OWN > 0:
         q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
         of_kv = (head // GROUP)[:, None] * DIM + lane

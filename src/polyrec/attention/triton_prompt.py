@@ -35,18 +35,18 @@ class PromptReader:
     """Query rows against prompts in a cache: the last tokens of each prompt, or with a width each request's beams.
 
     A prompt is read once for up to 128 rows (queries · heads that share a kv head), and cut into spans where these are few.
+    Without a width, prompts of which nothing is cached are left out: their keys are packed, and need no table.
     """
 
-    def __init__(self, needs: AttentionNeeds, layout: PackedLayout, cache: KeyValueCache, width: int) -> None:
+    def __init__(self, needs: AttentionNeeds, layout: PackedLayout, cache: KeyValueCache, width: int = 0) -> None:
         self.needs = needs
         self._cache = cache
         group = needs.num_heads // needs.num_kv_heads
-        # The tile follows the most rows that a request may have. Hopper's matrix units take 64 rows at once, and so do tiles of
-        # 64 and 128 add up alike: a request's neighbours may change one for the other. A search has one width.
+        # The tile follows the most rows that a request may have. Hopper's matrix units take 64 rows at once, so tiles of 64 and
+        # 128 add up alike: a request's neighbours may change one for the other. A search has one width.
         rows = (width or layout.longest) * group
-        sizes = (16, 32, 64, 128) if width else (64, 128)
-        most = 64 if needs.head_dim > 128 else 128
-        self._tile = next((size for size in sizes if rows <= size), most)
+        most = 64 if needs.head_dim > 128 or needs.dtype.itemsize > 2 else 128
+        self._tile = next((size for size in ((16, 32, 64) if width else (64,)) if rows <= size), most)
         self._causal = width == 0
         num_rows = len(layout.lengths) * width or layout.num_tokens
         self.work = work = list_work(
@@ -83,7 +83,7 @@ class PromptReader:
             self._part, self._part_top, self._part_total,
             self._page_row, num_earlier, *self._common(query),
             **self._sizes(), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CAUSAL=self._causal,
-            num_warps=8 if self._tile > 64 else 4, num_stages=3 if query.element_size() == 2 else 2,
+            num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
         )  # fmt: skip
 
     def merge(self, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
@@ -100,6 +100,12 @@ class PromptReader:
             *key.stride()[:2], *value.stride()[:2], **self._sizes(), BLOCK=block, MOST=MOST_ITEMS,
             OWN=0 if own is None else ancestors.shape[1] + 1, num_warps=2,
         )  # fmt: skip
+
+    def _num_stages(self, query: Tensor) -> int:
+        """A page's number is read before its keys, so each block that is fetched ahead takes two stages."""
+        if query.element_size() > 2:
+            return 2
+        return 5 if self._page and query.shape[2] <= 128 else 3
 
     def _common(self, query: Tensor) -> tuple[float, ...]:
         needs = self.needs

@@ -40,8 +40,8 @@ class Work:
     them, keys before the first of them.
 
     requests: int32 [R, 4]: spans, first row of partial results, query rows, the first of them. owner: int32 [rows], the request
-    of a query row, −1 for a row that belongs to none. max_spans: at least the most spans of a request. num_parts: rows that
-    partial results need at most.
+    of a query row, −1 for a row that belongs to none; empty where nothing is cut. max_spans: at least the most spans of a
+    request. num_parts: rows that partial results need at most.
     """
 
     items: Tensor
@@ -64,11 +64,14 @@ def list_work(
     longest: int = 0,
     least: int = 0,
 ) -> Work:
-    """lengths: int64 [R], query rows of each request, which are packed; its keys are `cached` int64 [R] ones and its own. With
-    a width: keys of each request, whose `width` query rows see them all.
+    """Of query rows against their requests' keys.
+
+    lengths: int64 [R], query rows of each request, packed; they are the last of its keys. With `cached` int64 [R], which counts
+    the keys before them, only requests that have such keys are listed, or where nothing is cut those that have none. With a
+    `width`: keys of each request, which all of its `width` query rows see.
 
     num_rows: query rows of all. tile: of group · rows that one item takes. longest: at least the most keys of a request.
-    least: keys of the smallest span; 0: nothing is cut, as nothing is for a request without cached keys.
+    least: keys of the smallest span; 0: nothing is cut.
     """
     device, requests = lengths.device, len(lengths)
     places = requests if width else min(requests, num_rows)
@@ -86,7 +89,7 @@ def list_work(
         items=torch.empty((max_items, ITEM_SIZE.value), dtype=torch.int32, device=device),
         count=torch.empty(1, dtype=torch.int32, device=device),
         requests=torch.empty((requests, REQUEST_SIZE.value), dtype=torch.int32, device=device),
-        owner=torch.empty(num_rows, dtype=torch.int32, device=device),
+        owner=torch.empty(num_rows if least else 0, dtype=torch.int32, device=device),
         max_items=max_items,
         max_spans=max_spans,
         num_parts=num_parts if max_spans > 1 or width else 0,
@@ -120,8 +123,10 @@ def _sizes(
         most = tl.maximum(MOST // tl.maximum(tiles, 1), 1)
         size = ((keys + most - 1) // most + 63) // 64 * 64  # whole blocks of keys
         size = tl.maximum(size, tl.minimum(tiles, 2) * least)
-        if CACHED:
-            size = tl.where(before > 0, size, keys)
+    if CACHED:
+        listed = before > 0 if CUT else before == 0
+        tiles = tl.where(listed, tiles, 0)
+        size = tl.where(listed, size, keys)
     size = tl.maximum(size, 1)
     return rows, keys, tiles, size, (keys + size - 1) // size
 
@@ -146,14 +151,16 @@ def work_kernel(
     first_part = request * 0
     for start in range(0, request, BLOCK):
         rows, keys, tiles, size, spans = _sizes(
-            start + lane, request, lengths, cached, width, least, GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT
-        )
+            start + lane, request, lengths, cached, width, least,
+            GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT,
+        )  # fmt: skip
         first_item += tl.sum(tiles * spans, 0)
         first_row += tl.sum(rows, 0)
         first_part += tl.sum(tl.where(_apart(spans, BEAMS), rows * spans, 0), 0)
     rows, keys, tiles, size, spans = _sizes(
-        request, request + 1, lengths, cached, width, least, GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT
-    )
+        request, request + 1, lengths, cached, width, least,
+        GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT,
+    )  # fmt: skip
     num_items = tiles * spans
     apart = _apart(spans, BEAMS)
     before = keys - rows
@@ -177,11 +184,14 @@ def work_kernel(
     tl.store(at + FIRST_PART, first_part)
     tl.store(at + PART_ROWS, rows)
     tl.store(at + PART_ROW, first_row)
-    for start in range(0, rows, BLOCK):
-        number = start + lane
-        tl.store(owner + first_row + number, request + lane * 0, mask=number < rows)
-    if request == tl.num_programs(0) - 1:
+    last = request == tl.num_programs(0) - 1
+    if last:
         tl.store(count, first_item + num_items)
-        for start in range(first_row + rows, num_rows, BLOCK):
+    if CUT:
+        for start in range(0, rows, BLOCK):
             number = start + lane
-            tl.store(owner + number, lane * 0 - 1, mask=number < num_rows)
+            tl.store(owner + first_row + number, request + lane * 0, mask=number < rows)
+        if last:
+            for start in range(first_row + rows, num_rows, BLOCK):
+                number = start + lane
+                tl.store(owner + number, lane * 0 - 1, mask=number < num_rows)
