@@ -48,6 +48,27 @@ def test_rms_norm_keeps_its_epsilon_and_its_range(scale):
     close(REFERENCE_OPS.norm.rms_norm(x, weight, 1e-6), norm64(x, weight, 1e-6), torch.float32)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_and_product(shape, bias):
+    x, residual, gain = (random(one, torch.float64, seed) for seed, one in enumerate((shape, shape, shape[-1:])))
+    weight, added = random((5, shape[-1]), torch.float64, 3), random((5,), torch.float64, 4) if bias else None
+    product, total = REFERENCE_OPS.norm.add_rms_norm_mm(x, residual, gain, 1e-6, weight, added)
+    expected = norm64(x + residual, gain, 1e-6) @ weight.numpy().T + (added.numpy() if bias else 0)
+    close(product, expected, torch.float64)
+    close(total, x.numpy() + residual.numpy(), torch.float64)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu_and_product(shape, bias):
+    x, half = random(shape, torch.float64, 0), shape[-1] // 2
+    weight, added = random((5, half), torch.float64, 1), random((5,), torch.float64, 2) if bias else None
+    gate, up = np.split(x.numpy(), 2, -1)
+    expected = gate / (1 + np.exp(-gate)) * up @ weight.numpy().T + (added.numpy() if bias else 0)
+    close(REFERENCE_OPS.act.silu_and_mul_mm(x, weight, added), expected, torch.float64)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import numpy as np
@@ -17,8 +18,12 @@ from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
 from polyrec.hardware.backends.cuda_like.kernels.rows import rows_of
 from polyrec.hardware.backends.cuda_like.ops import beams, few_rows, launch, linear
+from polyrec.hardware.backends.cuda_like.ops.launch import kernels
 from polyrec.hardware.backends.cuda_like.ops.rope import heads_together
+from polyrec.hardware.ops import act as reference_act
+from polyrec.hardware.ops import norm as reference_norm
 from polyrec.hardware.ops import op_groups
+from polyrec.hardware.ops import rope as reference_rope
 from polyrec.hardware.ops.check import check_op, map_arguments
 from polyrec.hardware.ops.search import Beams, TrieArrays
 from polyrec.hardware.ops.spec import FP8, TOLERANCES, group_specs
@@ -32,6 +37,7 @@ E4M3 = np.unique(VALUES[np.isfinite(VALUES)])
 SHAPES = [(1000, 64), (3, 100), (1, 128), (3, 2048), (1, 6144), (3, 10000)]
 SHAPES += [] if INTERPRETED else [(1000, 100), (1000, 128), (1000, 2048), (1000, 6144), (5000, 2048)]
 OPS = cuda_like_ops(triton=True, fp8=True)
+PACKAGE = "polyrec.hardware.backends.cuda_like.kernels."
 BY_TORCH = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -161,8 +167,11 @@ def test_each_kernel_equals_its_reference(backend, field, spec, function):
 
 def test_these_are_all_kernels():
     assert {param.id for param in fields()} >= {
-        *(f"norm.{name}" for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8")),
-        *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8")),
+        *(
+            f"norm.{name}"
+            for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8", "add_rms_norm_mm")
+        ),
+        *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8", "silu_and_mul_mm")),
         *(f"rope.{name}" for name in ("rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
         *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "scaled_mm", "block_scaled_mm")),
         *(f"kv.{name}" for name in ("write", "copy_pages")),
@@ -453,14 +462,129 @@ def test_no_rows(device):
     assert (q.shape, k.shape) == ((0, 2, 64), (0, 1, 64))
 
 
-def test_a_gradient_goes_through_the_reference(device):
+# --- backward passes: each against float64 autograd of the reference, where the shared body's few rows say too little
+
+
+def pulled(function, *inputs):
+    """Gradients, by float64 autograd, of Σ result · cotangent; inputs: (tensor or constant, …), results' cotangents last."""
+    *inputs, cotangents = inputs
+    wide = [x.detach().cpu().double() if isinstance(x, torch.Tensor) else x for x in inputs]
+    leaves = [x.requires_grad_() for x in wide if isinstance(x, torch.Tensor)]
+    results = function(*wide)
+    results = results if isinstance(results, tuple) else (results,)
+    pairs = zip(results, cotangents, strict=True)
+    total = sum((result * cotangent.detach().cpu().double()).sum() for result, cotangent in pairs)
+    return [exact(gradient) for gradient in torch.autograd.grad(total, leaves, allow_unused=True)]
+
+
+def near_whole(found, expected, dtype=None):
+    """Relative to the whole tensor: a sum over rows has rounding of its largest terms."""
+    loose = LOOSE[dtype or found.dtype]
+    np.testing.assert_allclose(exact(found), expected, rtol=loose, atol=4 * loose * np.abs(expected).max())
+
+
+GRADIENT_DTYPES = [torch.float32, torch.float16] if INTERPRETED else DTYPES
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(3, 32), (2, 100), (2, 1500), (1, 6144)])
+def test_gradient_of_swiglu(device, dtype, view, rows, size):
+    draw = Random(device, dtype)
+    x, slope = draw(rows, 2 * size, view=view), draw(rows, size, view=view)
+    x_gradient, again = torch.empty(rows, 2 * size, dtype=dtype, device=device), slope.clone()
+    backward = kernels("swiglu_backward").silu_and_mul_backward
+    backward(x, slope, x_gradient, None)
+    expected = pulled(reference_act.silu_and_mul, x, (slope,))[0]
+    close(x_gradient, expected)
+    backward(x, again, x_gradient.zero_(), again)
+    close(x_gradient, expected)
+    assert torch.equal(again, OPS.act.silu_and_mul(x)), "the activations again, bit for bit, in the gradient's place"
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(23, 64), (37, 100), (7, 2048), (1, 3000)])
+def test_gradient_of_rms_norm(device, dtype, stream, rows, size, monkeypatch):
+    """Few programs, so that each has several tiles of rows, the last ones not full."""
+    monkeypatch.setattr(importlib.import_module(PACKAGE + "norm_backward"), "PROGRAMS", 2)
+    draw = Random(device, dtype)
+    x, slope, weight = draw(rows, size, scale=3, view=True), draw(rows, size, view=True), draw(size)
+    by_total = draw(rows, size, view=True) if stream else None
+    backward = kernels("norm_backward").rms_norm_backward
+    by_x, by_weight, normed = backward(x, weight, 1e-5, slope, by_total, again=True)
+    expected = pulled(lambda x, w: reference_norm.rms_norm(x, w, 1e-5), x, weight, (slope,))
+    near_whole(by_x, expected[0] + (exact(by_total) if stream else 0))
+    near_whole(by_weight, expected[1])
+    assert torch.equal(normed, OPS.norm.rms_norm(x, weight, 1e-5)), "the normed rows again, bit for bit"
+    first, _, nothing = backward(x, weight, 1e-5, slope, by_total, again=False)
+    assert nothing is None
+    assert torch.equal(first, by_x)
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(5, 4, 2, 64), (7, 3, 1, 24), (1, 16, 8, 128)])
+def test_gradient_of_norms_and_rotation(device, dtype, tokens, heads, kv_heads, dim, monkeypatch):
+    monkeypatch.setattr(importlib.import_module(PACKAGE + "rotary_backward"), "PROGRAMS", 2)
+    draw = Random(device, dtype)
+    q, k = draw(tokens, heads, dim, scale=2, view=True), draw(tokens, kv_heads, dim, scale=2, view=True)
+    weights = draw(dim), draw(dim)
+    slopes = draw(tokens, heads, dim, view=True), draw(tokens, kv_heads, dim, view=True)
+    cos, sin = draw.angles(tokens, dim // 2)
+    found = kernels("rotary_backward").rotate_backward(q, k, weights, cos, sin, 1e-5, slopes)
+    wide = cos.cpu().double(), sin.cpu().double()
+    reference = lambda *inputs: reference_rope.qk_norm_rotary(*inputs, *wide, 1e-5)  # noqa: E731
+    for one, expected in zip(found, pulled(reference, q, k, *weights, slopes), strict=True):
+        near_whole(one, expected)
+
+
+def test_gradients_of_no_rows(device):
     draw = Random(device, torch.float32)
-    x, weight = draw(3, 64), draw(64)
-    x.requires_grad_()
+    x, weight = draw(0, 64).requires_grad_(), draw(64).requires_grad_()
     OPS.norm.rms_norm(x, weight, 1e-6).sum().backward()
-    assert x.grad.shape == (3, 64)
+    assert x.grad.shape == (0, 64)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    q, k = (draw(0, heads, 64).requires_grad_() for heads in (2, 1))
+    sum(part.sum() for part in OPS.rope.qk_norm_rotary(q, k, weight, weight, *draw.angles(0, 32), 1e-6)).backward()
+    assert (q.grad.shape, k.grad.shape) == ((0, 2, 64), (0, 1, 64))
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
+def test_gradients_that_are_not_asked_for(device, asked):
+    """A frozen weight, or a first layer whose input is no leaf."""
+    draw = Random(device, torch.float32)
+    x, weight = draw(5, 64), draw(16, 32)
+    for part, wanted in zip((x, weight), asked, strict=True):
+        part.requires_grad_(wanted)
+    OPS.act.silu_and_mul_mm(x, weight, None).sum().backward()
+    assert (x.grad is not None, weight.grad is not None) == asked
+
+
+def test_what_is_kept_for_the_backward_pass(device):
+    """Beside weights: of a norm and its product the sum, of SwiGLU and its product the input, which the caller has anyway."""
+    draw = Random(device, torch.float32)
+    x, residual, norm_weight = (draw(*shape).requires_grad_() for shape in ((7, 32), (7, 32), (32,)))
+    up, down = draw(48, 32).requires_grad_(), draw(32, 24).requires_grad_()
+    weights, kept = {one.data_ptr() for one in (norm_weight, up, down)}, []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        product, total = OPS.norm.add_rms_norm_mm(x, residual, norm_weight, 1e-6, up, None)
+        OPS.act.silu_and_mul_mm(product, down, None)
+    assert {one.data_ptr() for one in kept} - weights == {total.data_ptr(), product.data_ptr()}
+
+
+def test_where_no_gradient_is_asked_for_none_is_prepared(device):
+    draw = Random(device, torch.float32)
+    x, weight = draw(3, 64).requires_grad_(), draw(64)
+    assert OPS.norm.rms_norm(x, weight, 1e-6).requires_grad
     with torch.no_grad():
         assert not OPS.norm.rms_norm(x, weight, 1e-6).requires_grad
+    wide = [part.detach().double().requires_grad_() for part in (x, weight)]
+    assert OPS.norm.rms_norm(*wide, 1e-6).grad_fn.name() != "_RmsNormBackward", "kernels compute in fp32"
 
 
 # --- the beam step

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .draw import Draw
-from .linear import Fp8Rows, quantize_fp8
-from .spec import INFER, Case, Lookup, at_least_fp32, op, reference_group
+from .linear import Fp8Rows, mm, quantize_fp8
+from .spec import INFER, TRAIN, Case, Lookup, at_least_fp32, op, reference_group
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,6 +26,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """x and residual [..., D] -> (rms_norm(x + residual) [..., D], x + residual): the residual stream grows by x."""
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def add_rms_norm_mm(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of x and residual [..., D], then `mm` with weight [out, D] -> ([..., out], x + residual [..., D]).
+
+    For training: whoever computes both can keep the sum alone for the backward pass, and make the normed rows again there.
+    """
+    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    return mm(normed, weight, bias), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -56,6 +67,19 @@ def _add_norm_cases(draw: Draw) -> Iterator[Case]:
         yield {"x": case["x"], "residual": draw.normal(*case["x"].shape), **case}
 
 
+def _add_norm_mm_cases(draw: Draw) -> Iterator[Case]:
+    for case, out_features in zip(_add_norm_cases(draw), (32, 100, 7), strict=False):
+        size = case["x"].shape[-1]
+        yield {
+            "x": case["x"],
+            "residual": case["residual"],
+            "norm_weight": case["weight"],
+            "eps": case["eps"],
+            "weight": draw.normal(out_features, size, scale=size**-0.5),
+            "bias": draw.normal(out_features) if out_features == 100 else None,
+        }
+
+
 def _layer_norm_cases(draw: Draw) -> Iterator[Case]:
     for case in _norm_cases(draw):
         yield {**case, "bias": draw.normal(*case["weight"].shape)}
@@ -71,6 +95,18 @@ def _decompose_add_rms_norm(op: Lookup) -> Callable[..., tuple[Tensor, Tensor]]:
         return rms_norm(total, weight, eps), total
 
     return add_then_norm
+
+
+def _decompose_add_rms_norm_mm(op: Lookup) -> Callable[..., tuple[Tensor, Tensor]]:
+    add_rms_norm, mm = op("norm.add_rms_norm"), op("linear.mm")
+
+    def norm_then_multiply(
+        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = add_rms_norm(x, residual, norm_weight, eps)
+        return mm(normed, weight, bias), total
+
+    return norm_then_multiply
 
 
 def _decompose_layer_norm(op: Lookup) -> Callable[..., Tensor]:
@@ -120,6 +156,18 @@ class NormOps:
             tier="D",
             needs=("norm.rms_norm",),
             decompose=_decompose_add_rms_norm,
+            strided=("x", "residual"),
+        )
+    )
+    add_rms_norm_mm: Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor | None], tuple[Tensor, Tensor]] = field(
+        metadata=op(
+            add_rms_norm_mm,
+            "x, residual [..., D], norm_weight [D], weight [out, D], bias [out] or None -> [..., out], [..., D]",
+            _add_norm_mm_cases,
+            tier="D",
+            modes=TRAIN,
+            needs=("norm.add_rms_norm", "linear.mm"),
+            decompose=_decompose_add_rms_norm_mm,
             strided=("x", "residual"),
         )
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....ops.act import ActOps, gelu_and_mul
+from ....ops.act import ActOps, gelu_and_mul, silu_and_mul_mm
 from ....ops.spec import partial_group
 
 
@@ -23,4 +23,10 @@ class AscendAct:
 
 def act_ops(library: Any) -> ActOps:
     """Without fp8. `gelu_and_mul` is torch's: npu_gelu_mul ends at 1,024 columns and has no gradient."""
-    return partial_group(ActOps, silu_and_mul=AscendAct(library).silu_and_mul, gelu_and_mul=gelu_and_mul)
+    own = AscendAct(library)
+    return partial_group(
+        ActOps,
+        silu_and_mul=own.silu_and_mul,
+        silu_and_mul_mm=silu_and_mul_mm,  # in its parts: training asks for it only where it keeps less than they do
+        gelu_and_mul=gelu_and_mul,
+    )

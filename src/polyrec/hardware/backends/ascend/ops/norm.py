@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....ops.norm import NormOps, layer_norm
+from ....ops.norm import NormOps, add_rms_norm_mm, layer_norm
 from ....ops.norm import add_rms_norm as reference_add_rms_norm
 from ....ops.norm import rms_norm as reference_rms_norm
 from ....ops.spec import op_claims, partial_group
@@ -37,4 +37,10 @@ class AscendNorm:
 def norm_ops(library: Any) -> NormOps:
     """Without the two that make fp8."""
     own = AscendNorm(library)
-    return partial_group(NormOps, rms_norm=own.rms_norm, add_rms_norm=own.add_rms_norm, layer_norm=layer_norm)
+    return partial_group(
+        NormOps,
+        rms_norm=own.rms_norm,
+        add_rms_norm=own.add_rms_norm,
+        add_rms_norm_mm=add_rms_norm_mm,  # in its parts: training asks for it only where it keeps less than they do
+        layer_norm=layer_norm,
+    )

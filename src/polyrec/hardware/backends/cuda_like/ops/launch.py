@@ -22,7 +22,22 @@ def on_accelerator(x: Tensor) -> bool:
 
 
 def runs_kernel(x: Tensor, *others: Tensor) -> bool:
-    """Whether the kernel runs; else the reference does: kernels have no backward pass and reach no host memory."""
-    if torch.is_grad_enabled() and (x.requires_grad or any(other.requires_grad for other in others)):
-        return False
-    return on_accelerator(x)
+    """Whether the kernel alone runs: where no gradient is asked for. It reaches no host memory."""
+    return not asks_gradient(x, *others) and on_accelerator(x)
+
+
+def trains_kernel(x: Tensor, *others: Tensor) -> bool:
+    """Whether the kernel runs with its backward kernel. A compiler gets the reference, which it can look into, and fp64 too:
+    kernels compute in fp32."""
+    traced = torch.compiler.is_compiling()
+    return not traced and asks_gradient(x, *others) and on_accelerator(x) and x.dtype != torch.float64
+
+
+def asks_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., D] as [N, D] with each row's values in one piece, copied only where it must be."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

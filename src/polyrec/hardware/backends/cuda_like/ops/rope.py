@@ -6,16 +6,22 @@ Caches may have another dtype than k and v: e4m3 pages get the values themselves
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ....ops import rope as reference
 from ....ops.rope import Pair, RopeOps
-from .launch import kernels, runs_kernel
+from .launch import kernels, runs_kernel, trains_kernel
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     """`RopeOps.rotary`."""
+    if trains_kernel(q, k):
+        turned: Pair = _Rotary.apply(q, k, cos, sin)
+        return turned
     if not runs_kernel(q, k):
         return reference.rotary(q, k, cos, sin)
     return _rotate(q, k, None, cos, sin, 0.0)
@@ -25,6 +31,9 @@ def qk_norm_rotary(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> Pair:
     """`RopeOps.qk_norm_rotary`."""
+    if trains_kernel(q, k, q_weight, k_weight):
+        turned: Pair = _QkNormRotary.apply(q, k, q_weight, k_weight, cos, sin, eps)
+        return turned
     if not runs_kernel(q, k, q_weight, k_weight):
         return reference.qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps)
     return _rotate(q, k, (q_weight, k_weight), cos, sin, eps)
@@ -64,6 +73,40 @@ def qk_norm_rotary_store(
         return reference.qk_norm_rotary_store(q, k, v, q_weight, k_weight, cos, sin, eps, key_cache, value_cache, slots)
     kept = heads_together(v), key_cache, value_cache, slots
     return _rotate(q, k, (q_weight, k_weight), cos, sin, eps, kept)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(q, k, None, cos, sin, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_q: Tensor, by_k: Tensor) -> tuple[Tensor | None, ...]:
+        """The rotation back."""
+        cos, sin = ctx.saved_tensors
+        return *_rotate(by_q, by_k, None, cos, -sin, 0.0), None, None
+
+
+class _QkNormRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+    ) -> Pair:
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+        ctx.eps = eps
+        return _rotate(q, k, (q_weight, k_weight), cos, sin, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_q: Tensor, by_k: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        weights, gradients = (q_weight, k_weight), (heads_together(by_q), heads_together(by_k))
+        found = kernels("rotary_backward").rotate_backward(
+            heads_together(q), heads_together(k), weights, cos, sin, ctx.eps, gradients
+        )
+        return *found, None, None, None
 
 
 def _rotate(
