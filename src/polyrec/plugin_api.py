@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .hardware.base.attention import AttentionSupport as AttentionSupport
     from .hardware.base.attention import KeyValueCache as KeyValueCache
     from .hardware.base.attention import PackedLayout as PackedLayout
+    from .hardware.base.attention import PageTable as PageTable
     from .hardware.base.attention import SearchAttention as SearchAttention
     from .hardware.ops.spec import op_claims as op_claims
 
@@ -28,6 +29,7 @@ _LATE = {
     "AttentionSupport": "hardware.base.attention",
     "KeyValueCache": "hardware.base.attention",
     "PackedLayout": "hardware.base.attention",
+    "PageTable": "hardware.base.attention",
     "SearchAttention": "hardware.base.attention",
     "op_claims": "hardware.ops.spec",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "AttentionSupport",
     "KeyValueCache",
     "PackedLayout",
+    "PageTable",
     "Plugin",
     "SearchAttention",
     "op_claims",

@@ -23,9 +23,9 @@ Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # (pass, layer) -> the keys
 
 @register_att_backend("example")
 class ExampleAttention(AttentionBackend):
-    """Any head size and dtype, sliding windows, soft caps, gradients; no latent keys and values."""
+    """Any head size and dtype, sliding windows, soft caps, gradients, cached prefixes; no latent keys and values."""
 
-    support = AttentionSupport(sliding_window=True, soft_cap=True, train=True)
+    support = AttentionSupport(sliding_window=True, soft_cap=True, train=True, prefix=True)
 
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
         return Packed(self, layout, cache)
@@ -50,6 +50,11 @@ class ExampleAttention(AttentionBackend):
         return query.unflatten(1, (self.needs.num_kv_heads, -1))
 
 
+def slots_of(layout: PackedLayout) -> list[Tensor]:
+    """int64, for each request the slots of the cache in which its prompt's tokens lie."""
+    return [row[:length] for row, length in zip(layout.prompt_slots, layout.prompt_lengths.tolist(), strict=True)]
+
+
 class Packed(AttentionPlan):
     """Training and prefill: sequence after sequence."""
 
@@ -57,28 +62,38 @@ class Packed(AttentionPlan):
         self._attention = attention
         self._cache = cache
         self._lengths = layout.lengths.tolist()
-        branches = torch.zeros_like(layout.flat) if layout.branch is None else layout.branch
-        self._seen = [self._visible(branch) for branch in branches.split(self._lengths)]
-        self._slots = torch.arange(len(branches), device=branches.device)
+        self._slots = layout.slots
+        branches = torch.zeros_like(layout.slots) if layout.branch is None else layout.branch
+        cached = [0] * len(self._lengths) if layout.cached is None else layout.cached.tolist()
+        parts = zip(branches.split(self._lengths), cached, strict=True)
+        self._seen = [self._visible(branch, num_cached) for branch, num_cached in parts]
+        # Where a prompt's first tokens are in the cache, so is all that its last ones see.
+        self._prompts = None if layout.cached is None else slots_of(layout)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, D], key and value [T, kv heads, D] -> [T, heads · D]."""
+        keys, values = key.split(self._lengths), value.split(self._lengths)
         if self._cache is not None:
             self._attention.ops.kv.write(key, value, *self._cache.layer(layer), self._slots)
-        parts = (part.split(self._lengths) for part in (query, key, value))
-        return torch.cat([self._sequence(*qkv, seen) for *qkv, seen in zip(*parts, self._seen, strict=True)])
+            if self._prompts is not None:
+                keys, values = ([part[slots] for slots in self._prompts] for part in self._cache.layer(layer))
+        sequences = zip(query.split(self._lengths), keys, values, self._seen, strict=True)
+        return torch.cat([self._sequence(*sequence) for sequence in sequences])
 
     def _sequence(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """query [N, heads, D], key and value [M, kv heads, D], seen bool [N, M] -> [N, heads · D]."""
         scores = self._attention.scores(self._attention.grouped(query), key[None])
         weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), -1)
         return torch.einsum("nkgm,mkd->nkgd", weights, value.float()).to(query.dtype).flatten(1)
 
-    def _visible(self, branch: Tensor) -> Tensor:
-        """branch int64 [N] -> bool [N, N]: earlier tokens of the prompt and of a token's own branch, within the window."""
+    def _visible(self, branch: Tensor, num_cached: int) -> Tensor:
+        """branch int64 [N] of the packed tokens -> bool [N, cached + N]: what comes before a token in the prompt, whose first
+        tokens may be cached, and in its own branch, within the window."""
+        branch = torch.cat((branch.new_zeros(num_cached), branch))
         place = torch.arange(len(branch), device=branch.device)
         seen = (place[:, None] >= place) & ((branch == 0) | (branch == branch[:, None]))
         position = seen.sum(1)  # along the prompt and the token's own branch
-        return seen & self._attention.within(position[:, None] - position)
+        return (seen & self._attention.within(position[:, None] - position))[num_cached:]
 
 
 class Search(SearchAttention):
@@ -87,7 +102,7 @@ class Search(SearchAttention):
     def __init__(self, attention: ExampleAttention, layout: PackedLayout, cache: KeyValueCache) -> None:
         self.attention = attention
         self.cache = cache
-        self.lengths = layout.lengths.tolist()
+        self.prompts = slots_of(layout)
         self.kept: Kept = {}
 
     def step(self, ancestors: Tensor, *, last: bool) -> AttentionPlan:
@@ -109,13 +124,12 @@ class Pass(AttentionPlan):
         own_key, own_value = (torch.stack(parts, 1) for parts in zip(*own, strict=True))  # [R · W, passes, kv heads, D]
         if not self._last:
             search.kept[number, layer] = key.clone(), value.clone()
-        width = len(query) // len(search.lengths)
+        width = len(query) // len(search.prompts)
         keys, values = search.cache.layer(layer)
-        outputs, start = [], 0
-        for request, length in enumerate(search.lengths):
-            rows, slots = slice(request * width, (request + 1) * width), slice(start, start + length)
+        outputs = []
+        for request, slots in enumerate(search.prompts):
+            rows = slice(request * width, (request + 1) * width)
             outputs.append(self._request(query[rows], (keys[slots], values[slots]), own_key[rows], own_value[rows]))
-            start += length
         return torch.cat(outputs)
 
     def _earlier(self, step: int, layer: int) -> tuple[Tensor, Tensor]:
