@@ -231,6 +231,7 @@ def test_attention_backends_say_what_they_lack_and_which_is_picked(machine, repo
     found = {backend["name"]: backend for backend in attention["backends"]}
     assert found["sdpa"]["usable"]
     assert found["sdpa"]["supports"]["train"]
+    assert found["sdpa"]["supports"]["prefix"]
     assert found["elsewhere"]["lacking"] == ["platform abacus"]
     assert found["elsewhere"]["supports"]["dtypes"] == ["bfloat16"]
     assert not found["unbuilt"]["usable"]
