@@ -76,8 +76,7 @@ def test_a_pool_holds_the_prompts_keys_and_values():
     rng = np.random.default_rng(0)
     lengths = torch.tensor([3, 1, 5])
     layout = packed_layout(lengths)
-    pool = KVPool(2, 0, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
-    pool.reserve(9)
+    pool = KVPool(2, 9, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
     plan = PackedPlan(layout, pool, REFERENCE_OPS.kv)
     given = [strided_qkv(rng, 9, 4, 2, 4, torch.float32) for _ in range(2)]
     for layer, qkv in enumerate(given):

@@ -1,39 +1,35 @@
-"""The pool gives a batch its rows, grows when a batch needs more, and never shrinks."""
+"""The pool: rows of zeros for each layer, which the host pays for when they are written."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from polyrec.kvcache.pool import KVPool
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
 
 def make(slots, dtype=torch.float32):
     return KVPool(3, slots, 2, 4, dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grows_to_the_largest_batch_and_stays(dtype):
-    pool = make(0, dtype)
-    sizes = []
-    for tokens in (0, 5, 3, 5, 17, 1):
-        pool.reserve(tokens)
-        sizes.append(pool.num_slots)
-        assert pool.keys.shape == pool.values.shape == (3, pool.num_slots, 2, 4)
-        assert pool.keys.dtype == pool.values.dtype == dtype
-    assert sizes == [0, 5, 5, 5, 17, 17]
-
-
-def test_a_batch_that_fits_moves_nothing():
-    pool = make(8)
-    place = pool.keys.data_ptr(), pool.values.data_ptr()
-    pool.reserve(8)
-    assert (pool.keys.data_ptr(), pool.values.data_ptr()) == place
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [0, 7])
+def test_begins_with_zeros(dtype, slots):
+    pool = make(slots, dtype)
+    assert pool.num_slots == slots
+    for part in (pool.keys, pool.values):
+        assert part.dtype == dtype
+        assert part.shape == (3, slots, 2, 4)
+        assert not part.float().any()
 
 
 def test_layers_and_halves_are_apart():
-    pool = make(2)
-    pool.reserve(6)
+    pool = make(6)
     for layer in range(3):
         keys, values = pool.layer(layer)
         assert keys.shape == values.shape == (6, 2, 4)
@@ -43,8 +39,22 @@ def test_layers_and_halves_are_apart():
     assert pool.values[:, -1, -1, -1].tolist() == [10, 11, 12]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_per_token(dtype):
     pool = make(100, dtype)
     assert (pool.keys.nbytes + pool.values.nbytes) / 100 == pool.bytes_per_token == 2 * 2 * 4 * 3 * dtype.itemsize
     assert make(0, dtype).bytes_per_token == pool.bytes_per_token
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts resident pages as Linux does")
+def test_host_memory_is_taken_when_it_is_written():
+    code = """
+import resource, torch
+from polyrec.kvcache.pool import KVPool
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+pool = KVPool(4, 1 << 16, 8, 128, torch.float32, torch.device("cpu"))  # 2 GiB
+pool.keys[2, 5:7] = 1
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 100_000, "KiB"
