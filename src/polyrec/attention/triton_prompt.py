@@ -45,7 +45,7 @@ class PromptReader:
         # The tile follows the most rows that a request may have. Hopper's matrix units take 64 rows at once, so tiles of 64 and
         # 128 add up alike: a request's neighbours may change one for the other. A search has one width.
         rows = (width or layout.longest) * group
-        most = 64 if needs.head_dim > 128 or needs.dtype.itemsize > 2 else 128
+        most = 64 if needs.head_dim > 128 else 128
         self._tile = next((size for size in ((16, 32, 64) if width else (64,)) if rows <= size), most)
         self._causal = width == 0
         num_rows = len(layout.lengths) * width or layout.num_tokens
