@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ENABLED = True  # False: every product of e4m3 tensors is torch's
+# False: every product of e4m3 tensors is torch's. Off until `benchmarks/few_rows_mm.py` has shown a gain on a device.
+ENABLED = False
 FEW_ROWS = 64  # up to which the kernel takes every product
 MOST_ROWS = 128  # up to which it takes those of which torch's programs leave three multiprocessors of four idle
 PROCESSORS = 132  # of an H100 or H200: the programs that run at once
