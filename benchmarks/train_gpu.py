@@ -7,6 +7,7 @@ with the head that training uses by default, where a code is predicted among its
 the last steps, each from synchronised to synchronised device.
 
     python benchmarks/train_gpu.py                        # eager Hugging Face and ours, about a minute on an H200
+    python benchmarks/train_gpu.py --forms fused compiled --heads vocab --baseline --profile 24   # layers' forms, by kernel
     python benchmarks/train_gpu.py --baseline eager compiled --out benchmarks/results/train_gpu_h200.json
 """
 
@@ -18,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ from polyrec.hardware.base.config import HardwareConfig
 from polyrec.models.checkpoint import build_model
 from polyrec.models.qwen3 import SPEC
 from polyrec.sid.layout import SidLayout
-from polyrec.training.accelerate import num_parameters, prepare_layers
+from polyrec.training.accelerate import LayerForm, num_parameters, prepare_layers
 from polyrec.training.objective import Head, Objective
 from polyrec.training.recipe import OptimConfig, size_fields
 from polyrec.training.trainer import Trainer
@@ -68,7 +70,13 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=3, help="steps that do not count")
     parser.add_argument("--baseline", nargs="*", default=["eager"], choices=["eager", "compiled"])
     parser.add_argument("--heads", nargs="*", default=["vocab", "level"], choices=["vocab", "level"])
+    parser.add_argument(
+        "--forms", nargs="*", default=["fused"], choices=["plain", "fused", "compiled"], help="of our layers"
+    )
     parser.add_argument("--checkpointed", type=int, default=0, help="layers that run again in the backward pass")
+    parser.add_argument(
+        "--profile", type=int, default=0, help="so many of one step's kernels, the longest, of each side"
+    )
     parser.add_argument("--peak", type=float, default=790, help="TFLOP/s of bf16 products on this device")
     parser.add_argument("--out", type=Path, help="JSON with all figures")
     args = parser.parse_args()
@@ -78,18 +86,20 @@ def main() -> int:
     facts = origin("train_gpu.py", packages=("torch", "transformers"))
     backend = get_hardware_backend(HardwareConfig(purpose="train"))
     facts["machine"]["device"] = backend.runtime.device_name()
-    print(f"{args.size}, {args.rows} x {args.length} tokens\n{'':28}{'tokens/s':>10}{'GiB':>8}{'first s':>9}{'MFU':>7}")
+    print(f"{args.size}, {args.rows} x {args.length} tokens\n{'':32}{'tokens/s':>10}{'GiB':>8}{'first s':>9}{'MFU':>7}")
     found = []
     # Ours first: what the baseline leaves in the process cannot help it.
     sides: list[tuple[str, Callable[[], Callable[[], float]]]] = [
-        (f"polyrec, {head} head", lambda head=head: our_step(args, backend, head)) for head in args.heads
+        (f"polyrec, {head} head, {form}", lambda head=head, form=form: our_step(args, backend, head, form))
+        for form in args.forms
+        for head in args.heads
     ]
     sides += [(f"transformers, {mode}", lambda mode=mode: baseline_step(args, mode)) for mode in args.baseline]
     for name, make in sides:
         found.append(measure(name, make, args))
         one = found[-1]
         print(
-            f"{name:28}{one.tokens_per_second:10,}{one.gib:8.1f}{one.first_step_seconds:9.1f}{one.model_flops_share:7.1%}",
+            f"{name:32}{one.tokens_per_second:10,}{one.gib:8.1f}{one.first_step_seconds:9.1f}{one.model_flops_share:7.1%}",
             flush=True,
         )
     if args.out:
@@ -113,6 +123,8 @@ def measure(name: str, make: Callable[[], Callable[[], float]], args: argparse.N
     typical = statistics.median(seconds[args.warm_up :])
     tokens = args.rows * args.length
     peak = torch.cuda.max_memory_allocated() / 2**30
+    if args.profile:
+        print_kernels(step, args.profile)
     share = flops(args, "level" if "level" in name else "vocab") / typical / args.peak / 1e12
     del step
     torch.compiler.reset()
@@ -130,6 +142,23 @@ def measure(name: str, make: Callable[[], Callable[[], float]], args: argparse.N
     )
 
 
+def print_kernels(step: Callable[[], float], most: int) -> None:
+    """Milliseconds of one more step by kernel, the longest first, and by family."""
+    from polyrec.bench.kernels import family_of, kernels_of  # the engine's dependencies, which training does not need
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kernels = sorted(kernels_of(profiler.events()), key=lambda kernel: -kernel.microseconds)
+    families: Counter[str] = Counter()
+    for kernel in kernels:
+        families[family_of(kernel.name)] += kernel.microseconds
+    print(f"    {sum(families.values()) / 1e3:8.2f} ms on the device: ", end="")
+    print(", ".join(f"{family} {microseconds / 1e3:.1f}" for family, microseconds in families.most_common()))
+    for kernel in kernels[:most]:
+        print(f"    {kernel.microseconds / 1e3:8.2f} ms {kernel.calls:5} x {kernel.name[:110]}", flush=True)
+
+
 def flops(args: argparse.Namespace, head: Head) -> float:
     """Of forward and backward pass, nothing computed twice; half of a square of scores is masked."""
     sizes = size_fields(args.size)
@@ -142,7 +171,7 @@ def flops(args: argparse.Namespace, head: Head) -> float:
     return float(args.rows * args.length * 6 * (weights + scores))
 
 
-def our_step(args: argparse.Namespace, backend: HardwareBackend, head: Head) -> Callable[[], float]:
+def our_step(args: argparse.Namespace, backend: HardwareBackend, head: Head, form: LayerForm) -> Callable[[], float]:
     """The trainer's own step, over one batch."""
     values = {
         "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB, "tie_word_embeddings": True, "rope_theta": 1e6,
@@ -156,7 +185,7 @@ def our_step(args: argparse.Namespace, backend: HardwareBackend, head: Head) -> 
     loader = cast(ExampleLoader, SimpleNamespace(batch=lambda step: batch))
     config = OptimConfig(learning_rate=1e-4, warmup_steps=0, ema_decay=0)
     trainer = Trainer(model.train(), loader, objective, config, args.steps, compiled=True)
-    prepare_layers(model, compiled=True, checkpointed=args.checkpointed)
+    prepare_layers(model, form, checkpointed=args.checkpointed)
     assert num_parameters(model) > 1e8
     return lambda: trainer.train_step().loss
 

@@ -11,6 +11,7 @@ import torch
 from reference import tiny_model
 from safetensors.torch import load_file
 from test_objective import objective, random_examples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyrec.core.errors import TrainingError
 from polyrec.core.files import read_json
@@ -18,7 +19,7 @@ from polyrec.data.packing import pack
 from polyrec.hardware.base.backend import Capabilities
 from polyrec.sid.layout import SidLayout
 from polyrec.training import accelerate, run
-from polyrec.training.accelerate import LARGE, compiles_layers, prepare_layers, weights_dtype
+from polyrec.training.accelerate import LARGE, compiles, keeps_less, layer_form, prepare_layers, weights_dtype
 
 LAYOUT = SidLayout.contiguous((5, 6, 7), 2)
 
@@ -50,13 +51,56 @@ def test_a_platform_without_bf16_refuses_it():
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_layers_are_compiled_by_themselves_only_where_it_pays(monkeypatch, triton):
+def test_torch_compiles_by_itself_only_where_it_pays(monkeypatch, triton):
     monkeypatch.setattr(accelerate, "has_triton", lambda: triton)
-    assert compiles_layers("auto", LARGE, platform()) is triton
-    assert not compiles_layers("auto", LARGE - 1, platform())
-    assert not compiles_layers("auto", LARGE, platform(overlaps=False))
-    assert not compiles_layers("off", LARGE, platform())
-    assert compiles_layers("on", 1, platform(overlaps=False))
+    assert compiles("auto", LARGE, platform()) is triton
+    assert not compiles("auto", LARGE - 1, platform())
+    assert not compiles("auto", LARGE, platform(overlaps=False))
+    assert not compiles("off", LARGE, platform())
+    assert compiles("on", 1, platform(overlaps=False))
+
+
+def with_origins(**origins):
+    """A platform whose operations come from where it says; all others are its own."""
+
+    def row(field):
+        return SimpleNamespace(origin=origins.get(field.partition(".")[2], "built-in"))
+
+    return SimpleNamespace(**vars(platform()), table=SimpleNamespace(row=row))
+
+
+@pytest.mark.parametrize(
+    ("origins", "expected"),
+    [
+        ({}, True),
+        ({"add_rms_norm_mm": "inherited"}, True),
+        ({"silu_and_mul_mm": "plugin"}, True),
+        ({"add_rms_norm_mm": "reference"}, False),
+        ({"silu_and_mul_mm": "decomposed"}, False),
+        ({"mm": "plugin"}, False),
+        ({"silu_and_mul": "plugin"}, False),
+        ({"rotary": "plugin"}, True),
+    ],
+)
+def test_who_keeps_less(origins, expected):
+    """No operation of a plugin is passed over by one that contains it."""
+    assert keeps_less(with_origins(**origins)) is expected
+
+
+def test_the_cpu_keeps_what_it_has(backend):
+    assert not keeps_less(backend)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "off", "on"])
+@pytest.mark.parametrize("parameters", [LARGE, LARGE - 1])
+def test_the_form_of_layers(monkeypatch, wanted, parameters):
+    monkeypatch.setattr(accelerate, "has_triton", lambda: True)
+    own, reference = with_origins(), with_origins(silu_and_mul_mm="reference")
+    large = parameters >= LARGE
+    expected = "compiled" if wanted == "on" else "fused" if large else "plain"
+    assert layer_form(wanted, parameters, own) == expected
+    expected = "compiled" if wanted == "on" or (wanted == "auto" and large) else "plain"
+    assert layer_form(wanted, parameters, reference) == expected
 
 
 def loss_and_gradients(model):
@@ -66,8 +110,11 @@ def loss_and_gradients(model):
     return loss.item(), [one.grad for one in model.parameters() if one.grad is not None]
 
 
-@pytest.mark.parametrize(("compiled", "checkpointed"), [(False, 1), (False, 9), (True, 0), (True, 1)])
-def test_another_way_gives_the_same_gradients(monkeypatch, compiled, checkpointed):
+FORMS = [("plain", 1), ("plain", 9), ("fused", 0), ("fused", 1), ("compiled", 0), ("compiled", 1)]
+
+
+@pytest.mark.parametrize(("form", "checkpointed"), FORMS)
+def test_another_way_gives_the_same_gradients(monkeypatch, form, checkpointed):
     """torch's tracing and partition, without the code generator, which needs a C++ compiler here."""
     real, compiles, again = torch.compile, [], []
 
@@ -85,19 +132,50 @@ def test_another_way_gives_the_same_gradients(monkeypatch, compiled, checkpointe
     torch.compiler.reset()
     plain = tiny_model(LAYOUT, seed=1).train()
     other = copy.deepcopy(plain)
-    prepare_layers(other, compiled=compiled, checkpointed=checkpointed)
+    prepare_layers(other, form, checkpointed=checkpointed)
     expected, found = loss_and_gradients(plain), loss_and_gradients(other)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     for one, wanted in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-6)
-    assert len(compiles) == compiled, "one function serves all layers"
-    assert len(again) == min(checkpointed, 2)
+    assert len(compiles) == (form == "compiled"), "one function serves all layers"
+    assert sum(isinstance(one, torch.nn.Module) for one in again) == min(checkpointed, 2), "whole layers"
+    assert len(again) == (2 if form == "fused" else min(checkpointed, 2)), "or what stands around attention"
+
+
+class Executed(TorchDispatchMode):
+    """Names of torch's operations that were computed, not taken from what was kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return self.names.count(name)
+
+
+def test_fused_layers_attend_once_and_turn_queries_twice(monkeypatch):
+    """What leads to attention is made again in the backward pass, attention itself is not."""
+    model = tiny_model(LAYOUT, seed=1).train()
+    prepare_layers(model, "fused", checkpointed=0)
+    turned = []
+    for layer in model.layers:
+        op = layer.self_attn._qk_norm_rotary
+        layer.self_attn._qk_norm_rotary = lambda *arguments, op=op: turned.append(1) or op(*arguments)
+    with Executed() as executed:
+        loss_and_gradients(model)
+    assert executed.count("_scaled_dot_product_flash_attention_for_cpu") == 2
+    assert executed.count("_scaled_dot_product_flash_attention_for_cpu_backward") == 2
+    assert len(turned) == 4
 
 
 def test_evaluation_runs_layers_as_they_are(monkeypatch):
     monkeypatch.setattr(accelerate, "checkpoint", lambda *_, **__: pytest.fail("nothing is trained"))
     model = tiny_model(LAYOUT, seed=1)
-    prepare_layers(model, compiled=False, checkpointed=2)
+    prepare_layers(model, "plain", checkpointed=2)
     batch = pack(random_examples(np.random.default_rng(3), LAYOUT), LAYOUT)
     for training, gradients in ((False, True), (True, False)):
         with torch.set_grad_enabled(gradients):

@@ -33,6 +33,23 @@ def draw(seed, *shapes, scale=1.0):
 SHAPES = [(40, 16), (16,), (7, 3), (33,)]
 
 
+@pytest.mark.parametrize(
+    ("bucket", "alone", "expected"),
+    [
+        (10**9, 10**9, [[0, 1, 2, 3, 4]]),
+        (10**9, 20, [[1], [3], [0, 2, 4]]),
+        (13, 20, [[1], [3], [0, 2], [4]]),
+        (1, 1, [[0], [1], [2], [3], [4]]),
+    ],
+)
+def test_large_parameters_are_updated_by_themselves(monkeypatch, bucket, alone, expected):
+    monkeypatch.setattr(master, "BUCKET", bucket)
+    monkeypatch.setattr(master, "ALONE", alone)
+    parameters = [torch.zeros(size, dtype=torch.bfloat16) for size in (9, 25, 4, 20, 3)]
+    number = {id(one): place for place, one in enumerate(parameters)}
+    assert [[number[id(one)] for one in found] for found in master.in_buckets(parameters)] == expected
+
+
 def groups_of(parameters):
     return [
         {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
@@ -46,11 +63,12 @@ def make(step_function=update, **settings):
     return weights, MasterAdamW(groups_of(weights), step_function=step_function, **options)
 
 
-@pytest.mark.parametrize("bucket", [1, 600, 10**9])
+@pytest.mark.parametrize(("bucket", "alone"), [(1, 10**9), (600, 10**9), (10**9, 10**9), (10**9, 100)])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_masters_follow_torchs_adamw(monkeypatch, bucket, scale):
+def test_masters_follow_torchs_adamw(monkeypatch, bucket, alone, scale):
     """200 steps, of which each alone would be lost in bf16."""
     monkeypatch.setattr(master, "BUCKET", bucket)
+    monkeypatch.setattr(master, "ALONE", alone)
     weights, optimizer = make()
     exact = [torch.nn.Parameter(one.detach().float()) for one in weights]
     reference = torch.optim.AdamW(groups_of(exact), lr=1e-4, betas=(0.9, 0.99))

@@ -47,14 +47,18 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor | QuantizedRows, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
-        parts = self.qkv_proj(x).split(self.qkv_proj.parts, dim=-1)
+        return self.o_proj(self.mix(self.qkv_proj(x), angles, plan))
+
+    def mix(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        """What stands between the two products: norms, rotation and the plan. product [T, query | key | value] -> [T, ...]."""
+        parts = product.split(self.qkv_proj.parts, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         norms, target = (self.q_norm.weight, self.k_norm.weight), plan.target(self.layer)
         if target is None:
             query, key = self._qk_norm_rotary(query, key, *norms, *angles, self.eps)
-            return self.o_proj(plan.run(self.layer, query, key, value))
+            return plan.run(self.layer, query, key, value)
         query, key = self._qk_norm_rotary_store(query, key, value, *norms, *angles, self.eps, *target)
-        return self.o_proj(plan.run_written(self.layer, query, key, value))
+        return plan.run_written(self.layer, query, key, value)
 
 
 class HeadNorm(nn.Module):

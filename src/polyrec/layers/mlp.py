@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..hardware.ops import ActOps, PlatformOps
 from .choices import LayerChoices
-from .linear import QuantizedRows, make_linear
+from .linear import Linear, QuantizedRows, make_linear
 
 
 class GatedMLP(nn.Module):
@@ -23,12 +23,18 @@ class GatedMLP(nn.Module):
         parts = (intermediate_size, intermediate_size)
         self.gate_up_proj = make_linear(hidden_size, parts, bias=False, ops=ops.linear, choices=choices)
         self.down_proj = make_linear(intermediate_size, (hidden_size,), bias=False, ops=ops.linear, choices=choices)
+        self._activate_and_multiply = ops.act.silu_and_mul_mm
         self._activate: Callable[[Tensor], Tensor | QuantizedRows] = ops.act.silu_and_mul
         if choices.activations_quantize:
             self._activate = functools.partial(_activate_quantized, ops.act)
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         return self.down_proj(self._activate(self.gate_up_proj(x)))
+
+    def project(self, gate_up: Tensor) -> Tensor:
+        """For training: the rest after the first product, keeping no activations for the backward pass of the second."""
+        assert isinstance(self.down_proj, Linear), "quantised layers have no gradient"
+        return self._activate_and_multiply(gate_up, self.down_proj.weight, self.down_proj.bias)
 
 
 def _activate_quantized(ops: ActOps, x: Tensor) -> QuantizedRows:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.ops import NormOps
-from .linear import QuantizedRows
+from .linear import Fp8BlockLinear, Fp8Linear, Linear, QuantizedRows
 
 Normed = Tensor | QuantizedRows
 
@@ -28,6 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._open: Callable[[Tensor, Tensor, float], Normed] = ops.rms_norm
         self._carry: Callable[[Tensor, Tensor, Tensor, float], tuple[Normed, Tensor]] = ops.add_rms_norm
+        self._carry_and_multiply = ops.add_rms_norm_mm
         if quantized:
             self._open = functools.partial(_open_quantized, ops)
             self._carry = functools.partial(_carry_quantized, ops)
@@ -37,6 +38,15 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self._open(x, self.weight, self.eps), x
         return self._carry(x, residual, self.weight, self.eps)
+
+    def project(
+        self, x: Tensor, residual: Tensor | None, linear: Linear | Fp8Linear | Fp8BlockLinear
+    ) -> tuple[Tensor, Tensor]:
+        """For training: -> (linear(norm), x + residual), keeping no normed rows for the backward pass of the product."""
+        assert isinstance(linear, Linear), "quantised layers have no gradient"
+        if residual is None:
+            return linear(self._open(x, self.weight, self.eps)), x
+        return self._carry_and_multiply(x, residual, self.weight, self.eps, linear.weight, linear.bias)
 
 
 def _open_quantized(ops: NormOps, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:

@@ -109,6 +109,15 @@ class DecoderLayer(nn.Module):
         normed, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(normed), residual
 
+    def forward_fused(
+        self, hidden: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` for training, through operations that keep neither normed rows nor activations for the backward pass."""
+        product, residual = self.input_layernorm.project(hidden, residual, self.self_attn.qkv_proj)
+        hidden = self.self_attn.o_proj(self.self_attn.mix(product, angles, plan))
+        product, residual = self.post_attention_layernorm.project(hidden, residual, self.mlp.gate_up_proj)
+        return self.mlp.project(product), residual
+
 
 class Qwen3(Decoder):
     """Token ids -> last hidden states; `head_weight` turns those into logits (tied to the embedding or not)."""

@@ -28,7 +28,11 @@ class DecoderConfig(Settings):
 
 
 class Decoder(nn.Module):
-    """A model as the engine and the trainer see it."""
+    """A model as the engine and the trainer see it.
+
+    Its `layers` have `forward`, and `forward_fused` with the same arguments and results: the form that large models are
+    trained in, whose operations keep less for the backward pass.
+    """
 
     config: DecoderConfig
     embed_tokens: nn.Embedding

@@ -1,10 +1,11 @@
-"""What makes large models fit and run fast on an accelerator: the dtype of weights, compiled layers, activations made again.
+"""What makes large models fit and run fast on an accelerator: the dtype of weights, how layers run, activations made again.
 
 On the CPU nothing of this is chosen by itself, so that runs there stay what they are.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -12,15 +13,21 @@ import torch
 import torch._functorch.config
 from torch import nn
 from torch.utils._triton import has_triton
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..core.errors import TrainingError
 from ..hardware.base.backend import HardwareBackend
+from ..hardware.table import all_specs
 from ..models.spec import Decoder
 from .recipe import Precision
 
+LayerForm = Literal["plain", "fused", "compiled"]
+
 # Below this a step waits for the host's launches, not for arithmetic: neither bf16 nor a compiled layer is worth its start.
 LARGE = 100_000_000
+# What fused layers call, and torch's attention, whose results they keep while all that leads to it is made again.
+FUSED = ("norm.add_rms_norm_mm", "act.silu_and_mul_mm")
+ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 # Of what a compiled layer would keep for its backward pass where only time counted. At this share norms, rotation, SwiGLU and
 # attention's forward pass are computed again, and no product of weights is.
 MEMORY_SHARE = 0.6
@@ -44,27 +51,64 @@ def weights_dtype(precision: Precision, parameters: int, backend: HardwareBacken
     return torch.bfloat16 if precision == "bf16" or (precision == "auto" and chosen) else torch.float32
 
 
-def compiles_layers(wanted: Literal["auto", "off", "on"], parameters: int, backend: HardwareBackend) -> bool:
-    """Whether layers and the optimizer's step are compiled; by itself only where torch's compiler has Triton for the device."""
+def compiles(wanted: Literal["auto", "off", "on"], parameters: int, backend: HardwareBackend) -> bool:
+    """Whether torch compiles anything; by itself only where its compiler has Triton for the device."""
     worth = backend.capabilities.async_copies and parameters >= LARGE and has_triton()
     return wanted == "on" or (wanted == "auto" and worth)
 
 
-def prepare_layers(model: Decoder, *, compiled: bool, checkpointed: int) -> None:
-    """Changes how the model's layers run while it is trained: compiled, and the first `checkpointed` of them run again in the
-    backward pass. Evaluation runs them as they are.
+def layer_form(wanted: Literal["auto", "off", "on"], parameters: int, backend: HardwareBackend) -> LayerForm:
+    """How layers run while they are trained. fused: through the platform's own operations that keep less, where it has them
+    and the model is large; else compiled, where that pays."""
+    if wanted != "on" and backend.capabilities.async_copies and parameters >= LARGE and keeps_less(backend):
+        return "fused"
+    return "compiled" if compiles(wanted, parameters, backend) else "plain"
+
+
+def keeps_less(backend: HardwareBackend) -> bool:
+    """Whether the platform has the fused operations with backward passes of their own, and no plugin has a part of them,
+    which they would pass over."""
+    specs = all_specs()
+    parts = {part for field in FUSED for part in specs[field].needs}
+    own = all(backend.table.row(field).origin in ("built-in", "inherited", "plugin") for field in FUSED)
+    return own and all(backend.table.row(part).origin != "plugin" for part in parts)
+
+
+def prepare_layers(model: Decoder, form: LayerForm, *, checkpointed: int) -> None:
+    """Changes how the model's layers run while it is trained: in that form, and the first `checkpointed` of them run again in
+    the backward pass. Evaluation runs them as they are.
 
     All layers share one compiled function, which the first step makes. What copies the model, as the running average does,
     copies it before: the new calls belong to these layers.
     """
-    layers = cast(nn.ModuleList, model.layers)
-    forward = type(layers[0]).forward
-    run = _within_memory(torch.compile(forward, dynamic=True)) if compiled else forward
+    layers = cast(Any, model.layers)
+    run = type(layers[0]).forward_fused if form == "fused" else type(layers[0]).forward
+    if form == "compiled":
+        run = _within_memory(torch.compile(run, dynamic=True))
     for number, layer in enumerate(layers):
         if number < checkpointed:
             _replace_forward(layer, lambda *arguments: checkpoint(run, *arguments, use_reentrant=False))
-        elif compiled:
+            continue
+        if form != "plain":
             _replace_forward(layer, run)
+        if form == "fused":
+            layer.self_attn.mix = _keeping_attention(layer.self_attn.mix)
+
+
+def _keeping_attention(mix: Callable[..., Any]) -> Callable[..., Any]:
+    """mix: product, angles, plan -> attention's result. Of what it computes, only that is kept: normed and turned queries and
+    keys are one cheap kernel, and would be a seventh of a layer's memory."""
+    names = [f"_scaled_dot_product_{name}" for name in ATTENTION]
+    kept = [getattr(torch.ops.aten, name).default for name in names]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+
+    def run(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return mix(*arguments)
+        # No random numbers are drawn; to keep the generator's state would wait for the device.
+        return checkpoint(mix, *arguments, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+
+    return run
 
 
 def _within_memory(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 Update = Callable[..., None]
 
 BUCKET = 32 << 20  # numbers whose update takes a device longer than the host needs to launch the next one
+ALONE = 2 << 20  # from so many numbers on a parameter is updated by itself: joining gradients is a pass over them
 
 
 def join(upper: Tensor, rest: Tensor) -> Tensor:
@@ -134,10 +135,14 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 def in_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, each but the last of at least BUCKET numbers."""
+    """Large parameters by themselves, then the others in order, in buckets of at least BUCKET numbers but for the last."""
     found: list[Tensor] = []
     for parameter in parameters:
         assert parameter.dtype == torch.bfloat16, f"a {parameter.dtype} parameter needs no master"
+    yield from ([parameter] for parameter in parameters if parameter.numel() >= ALONE)
+    for parameter in parameters:
+        if parameter.numel() >= ALONE:
+            continue
         found.append(parameter)
         if sum(one.numel() for one in found) >= BUCKET:
             yield found

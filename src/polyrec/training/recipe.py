@@ -59,9 +59,10 @@ class TrainConfig(Settings):
     validated too (0: no validation). Validations run only where their events are not trained on.
     precision: of weights and activations. bf16 keeps every weight's fp32 value too (training/master.py); auto is bf16 on
     accelerators that have it, for models of 100 million parameters or more, else fp32.
-    compile: torch.compile of a decoder layer, once for all of them; auto where the platform's torch generates kernels and
-    the model is that large. checkpoint_activations: so many of the first layers keep only their inputs and run again in the
-    backward pass, which saves memory and costs up to a third more arithmetic.
+    compile: torch.compile of the optimizer's step, and of a decoder layer, once for all of them; auto where the platform's
+    torch generates kernels and the model is that large, of layers only where the platform has no fused operations with
+    backward passes of their own. checkpoint_activations: so many of the first layers keep only their inputs and run again
+    in the backward pass, which saves memory and costs up to a third more arithmetic.
     patience: validations without a better NDCG@10 before training stops (0: never). eval_users: at most so many.
     """
 

@@ -32,7 +32,7 @@ from ..models.checkpoint import save_model
 from ..models.extend import SINGLE as WEIGHTS
 from ..sid.catalog import Catalog
 from ..sid.tokenizer import num_tokens, save_tokenizer
-from .accelerate import compiles_layers, num_parameters, prepare_layers
+from .accelerate import compiles, layer_form, num_parameters, prepare_layers
 from .build import start_model
 from .checkpoint import (
     checkpoints,
@@ -168,9 +168,9 @@ class _Run:
         )
         needs = model.attention_needs(model.head_weight.dtype, train=True)
         objective = Objective(data.layout, config.head, backend, needs)
-        compiled = compiles_layers(config.compile, num_parameters(model), backend)
-        self.trainer = Trainer(model, self.loader, objective, config.optim, config.steps, compiled=compiled)
-        prepare_layers(model, compiled=compiled, checkpointed=config.checkpoint_activations)
+        choice = config.compile, num_parameters(model), backend
+        self.trainer = Trainer(model, self.loader, objective, config.optim, config.steps, compiled=compiles(*choice))
+        prepare_layers(model, layer_form(*choice), checkpointed=config.checkpoint_activations)
 
     def resume(self, folder: Path) -> dict[str, torch.Tensor]:
         """Goes to the newest checkpoint, if there is one; returns the best weights so far (empty without early stopping)."""

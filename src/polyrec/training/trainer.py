@@ -83,8 +83,8 @@ class Trainer:
         step = self.progress.step
         batch = self._loader.batch(step)
         rate = self._set_rate(step)
+        self.optimizer.zero_grad(set_to_none=True)  # before the forward pass: its peak needs the last gradients' memory
         loss = self._objective(self.model, batch)
-        self.optimizer.zero_grad(set_to_none=True)
         loss.mean.backward()
         norm = self._clip(step, loss.mean, rate)
         self.optimizer.step()

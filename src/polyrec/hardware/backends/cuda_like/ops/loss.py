@@ -86,7 +86,9 @@ def _in_blocks(
     """-> losses fp32 [N]; with scale fp32 [N], the needed gradients of Σ scale · loss by hidden and weight."""
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     by_hidden = torch.empty_like(hidden) if needed[0] else None
-    by_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
+    by_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
+    if by_weight is not None and len(hidden) == 0:
+        by_weight.zero_()
     each = block_rows(len(weight), hidden.element_size())
     for begin in range(0, len(hidden), each):
         rows = slice(begin, begin + each)
@@ -95,8 +97,8 @@ def _in_blocks(
         kernels("loss").cross_entropy(logits, targets[rows], own, losses[rows])
         if by_hidden is not None:
             torch.mm(logits, weight, out=by_hidden[rows])
-        if by_weight is not None:
-            by_weight.addmm_(logits.t(), hidden[rows])
+        if by_weight is not None:  # the first block writes it: zeros would cost two passes over the vocabulary's weight
+            torch.addmm(by_weight, logits.t(), hidden[rows], beta=min(begin, 1), out=by_weight)
         del logits  # before the next block's are allocated
     return losses, (by_hidden, by_weight)
 
