@@ -1,4 +1,4 @@
-"""One server process around the fake engine for the tests that only ask it questions."""
+"""One server around the fake engine for the tests that only ask it questions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # helper modules beside these tests
 
-from processes import ServerProcess, fake_server
+from processes import WORKERS, ServerProcess, fake_server
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="session", params=WORKERS, ids=["here", "workers"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("served") / "my-model"
     folder.mkdir()
-    with fake_server(folder, max_queue=64, timeout=30, log_level="debug") as running:
+    with fake_server(folder, max_queue=64, timeout=30, log_level="debug", http_workers=request.param) as running:
         yield running
 
 

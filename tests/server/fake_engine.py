@@ -1,12 +1,13 @@
 """An engine thread with EngineLoop's API whose timing the tests control, and a server process around it.
 
-Histories that start with a command: `hold` (+ a name) waits in the engine until some request says `release`; `release`
-and `cancelled` (which requests the engine saw cancelled) are answered at once; `boom` fails with a bug; `die` ends the
-thread. Items are `i0`, `i1`, …; any other is unknown.
+Histories that start with a command: `hold` (+ a name) waits in the engine until some request says `release`; `release`,
+`cancelled` (which requests the engine saw cancelled) and `deadline` (seconds left) are answered at once; `boom` fails
+with a bug; `die` ends the thread. Items are `i0`, `i1`, …; any other is unknown.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import sys
 import threading
@@ -86,6 +87,10 @@ class FakeLoop:
         if first in ("release", "cancelled"):
             future.set_result(Recommendation((), "level", "model", tuple(self.cancelled)))
             return future
+        if first == "deadline":
+            left = "none" if deadline is None else str(deadline - time.monotonic())
+            future.set_result(Recommendation((), "level", "model", (left,)))
+            return future
         if self.depth >= self._max_queue:
             raise RequestError("queue_full", "Too many requests wait.", "Retry later.", status=429)
         if first.startswith("tokens:"):
@@ -137,15 +142,25 @@ def load_fake(folder: Path, settings: ServerSettings, state: ServerState) -> Ser
         raise PolyrecError("model_broken", "The model is broken.", "Mend it.")
     while (folder / "slow").exists():
         time.sleep(0.01)
-    tokenizer = build_tokenizer(SIZES)
-    layout = layout_of(tokenizer)
+    state.facts = "loaded"
+    front, layout, chat = load_parts(folder, state.facts)
     loop = FakeLoop(layout, settings.max_queue)
     loop.start()
-    return Service(loop, FakeFront(), layout, ChatPrompt(tokenizer, layout, load_template(folder)))
+    return Service(loop, front, layout, chat)
+
+
+def load_parts(folder: Path, facts: str) -> tuple[FakeFront, SidLayout, ChatPrompt]:
+    """What an HTTP worker loads; a file `no_parts` in the folder has its effect there."""
+    assert facts == "loaded"
+    if (folder / "no_parts").exists() and multiprocessing.parent_process() is not None:
+        raise PolyrecError("parts_broken", "The catalog is broken.", "Mend it.")
+    tokenizer = build_tokenizer(SIZES)
+    layout = layout_of(tokenizer)
+    return FakeFront(), layout, ChatPrompt(tokenizer, layout, load_template(folder))
 
 
 if __name__ == "__main__":
     try:
-        run_server(sys.argv[1], ServerSettings.model_validate_json(sys.argv[2]), load=load_fake)
+        run_server(sys.argv[1], ServerSettings.model_validate_json(sys.argv[2]), load_fake, load_parts)
     except PolyrecError as error:
         sys.exit(f"{error.code}: {error}")

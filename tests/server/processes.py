@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 HERE = Path(__file__).parent
+WORKERS = (0, 2)  # HTTP in the engine's process, and in processes of its own: everything is promised for both
 
 
 class ServerProcess:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 import pytest
-from processes import eventually, fake_server, metric
+from processes import WORKERS, ServerProcess, eventually, fake_server, metric
 
 from polyrec.core.errors import CheckpointError, ConfigError
 from polyrec.server.launch import listen, run_server
 from polyrec.server.settings import ServerSettings
 
 HOLD = {"history": ["hold", "first"]}
+
+
+Fake = Callable[..., AbstractContextManager[ServerProcess]]
+
+
+@pytest.fixture(params=WORKERS, ids=["here", "workers"])
+def fake(request: pytest.FixtureRequest) -> Fake:
+    """`fake_server`, with and without HTTP workers."""
+    return functools.partial(fake_server, http_workers=request.param)
 
 
 @pytest.fixture
@@ -29,9 +41,9 @@ def ask(url: str, history: list[str], **headers: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/recommend", json={"history": history}, headers=headers, timeout=60)
 
 
-def test_port_is_open_while_loading(folder: Path) -> None:
+def test_port_is_open_while_loading(fake: Fake, folder: Path) -> None:
     (folder / "slow").touch()
-    with fake_server(folder, wait_ready=False) as server, httpx.Client(base_url=server.url) as client:
+    with fake(folder, wait_ready=False) as server, httpx.Client(base_url=server.url) as client:
         assert server.first_line == {"url": server.url, "stage": "loading"}
         eventually(lambda: client.get("/ready").json() == {"stage": "loading_model"}, "the stage is told")
         assert client.get("/ready").status_code == 503
@@ -45,18 +57,18 @@ def test_port_is_open_while_loading(folder: Path) -> None:
         assert ask(server.url, ["i1"]).status_code == 200
 
 
-def test_sigterm_while_loading(folder: Path) -> None:
+def test_sigterm_while_loading(fake: Fake, folder: Path) -> None:
     (folder / "slow").touch()
-    with fake_server(folder, wait_ready=False) as server:
+    with fake(folder, wait_ready=False) as server:
         eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, "up")
         server.terminate()
         (folder / "slow").unlink()
         assert server.process.wait(30) == 0
 
 
-def test_a_starter_that_reads_one_line_and_leaves(folder: Path) -> None:
+def test_a_starter_that_reads_one_line_and_leaves(fake: Fake, folder: Path) -> None:
     (folder / "slow").touch()
-    with fake_server(folder, wait_ready=False) as server:
+    with fake(folder, wait_ready=False) as server:
         server.process.stdout.close()  # type: ignore[union-attr]
         (folder / "slow").unlink()
         eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 200, "ready all the same")
@@ -65,21 +77,21 @@ def test_a_starter_that_reads_one_line_and_leaves(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_it_cleanly(folder: Path, number: signal.Signals) -> None:
-    with fake_server(folder) as server:
+def test_signals_end_it_cleanly(fake: Fake, folder: Path, number: signal.Signals) -> None:
+    with fake(folder) as server:
         server.process.send_signal(number)
         assert server.process.wait(30) == 0
 
 
-def test_failed_loading_ends_the_process_with_its_error(folder: Path) -> None:
+def test_failed_loading_ends_the_process_with_its_error(fake: Fake, folder: Path) -> None:
     (folder / "broken").touch()
-    with fake_server(folder, wait_ready=False) as server:
+    with fake(folder, wait_ready=False) as server:
         assert server.process.wait(30) == 1
         assert "model_broken: The model is broken. Mend it." in server.errors()
 
 
-def test_key(folder: Path) -> None:
-    with fake_server(folder, api_key="s3cret", host="0.0.0.0") as server:
+def test_key(fake: Fake, folder: Path) -> None:
+    with fake(folder, api_key="s3cret", host="0.0.0.0") as server:
         url = server.url.replace("0.0.0.0", "127.0.0.1")
         missing = ask(url, ["i1"])
         assert (missing.status_code, missing.json()["error"]["code"]) == (401, "api_key_missing")
@@ -98,9 +110,9 @@ def test_key(folder: Path) -> None:
         assert "s3cret" not in server.errors()
 
 
-def test_full_queue_and_a_client_that_leaves(folder: Path) -> None:
+def test_full_queue_and_a_client_that_leaves(fake: Fake, folder: Path) -> None:
     """One request is held in the engine, two wait, the next gets 429; one of the waiting leaves and is cancelled."""
-    with fake_server(folder, max_queue=2) as server, httpx.Client(base_url=server.url) as client:
+    with fake(folder, max_queue=2) as server, httpx.Client(base_url=server.url) as client:
         with ThreadPoolExecutor(2) as pool:
             held = pool.submit(ask, server.url, ["hold", "first"])
             eventually(lambda: metric(client, "polyrec_http_requests_in_flight") == 2, "held (and /metrics itself)")
@@ -122,8 +134,8 @@ def test_full_queue_and_a_client_that_leaves(folder: Path) -> None:
         assert server.stop() == 0
 
 
-def test_deadline(folder: Path) -> None:
-    with fake_server(folder, timeout=0.5) as server:
+def test_deadline(fake: Fake, folder: Path) -> None:
+    with fake(folder, timeout=0.5) as server:
         late = ask(server.url, ["hold", "late"])
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         host, port = server.url.removeprefix("http://").split(":")
@@ -137,8 +149,14 @@ def test_deadline(folder: Path) -> None:
         assert ask(server.url, ["i1"]).status_code == 200
 
 
-def test_sigterm_lets_requests_finish(folder: Path) -> None:
-    with fake_server(folder) as server, httpx.Client(base_url=server.url) as client:
+def test_the_engine_is_told_the_deadline(fake: Fake, folder: Path) -> None:
+    with fake(folder, timeout=25) as server:
+        (left,) = ask(server.url, ["deadline"]).json()["unknown_items"]
+        assert 5 < float(left) < 25
+
+
+def test_sigterm_lets_requests_finish(fake: Fake, folder: Path) -> None:
+    with fake(folder) as server, httpx.Client(base_url=server.url) as client:
         with ThreadPoolExecutor(2) as pool:
             held = pool.submit(ask, server.url, ["hold", "first"])
             eventually(lambda: metric(client, "polyrec_http_requests_in_flight") == 2, "held")
@@ -180,8 +198,8 @@ def accepts(url: str) -> bool:
     return True
 
 
-def test_an_engine_that_died_is_told(folder: Path) -> None:
-    with fake_server(folder, timeout=1) as server, httpx.Client(base_url=server.url) as client:
+def test_an_engine_that_died_is_told(fake: Fake, folder: Path) -> None:
+    with fake(folder, timeout=1) as server, httpx.Client(base_url=server.url) as client:
         assert ask(server.url, ["die"]).status_code == 504
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "engine_stopped")
@@ -191,7 +209,7 @@ def test_an_engine_that_died_is_told(folder: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stopped")
 
 
-def test_32_clients_at_once(folder: Path) -> None:
+def test_32_clients_at_once(fake: Fake, folder: Path) -> None:
     start = threading.Barrier(32)
 
     def client_work(number: int) -> list[set[str]]:
@@ -200,18 +218,18 @@ def test_32_clients_at_once(folder: Path) -> None:
             answers = [client.post("/v1/recommend", json={"history": ["i5"], "n": number + 1}) for _ in range(5)]
         return [{item["item_id"] for item in answer.json()["items"]} for answer in answers]
 
-    with fake_server(folder) as server, ThreadPoolExecutor(32) as pool:
+    with fake(folder) as server, ThreadPoolExecutor(32) as pool:
         for number, answers in enumerate(pool.map(client_work, range(32))):
             assert [len(items) for items in answers] == [number + 1] * 5
 
 
-def test_chat_template_of_the_folder(folder: Path) -> None:
+def test_chat_template_of_the_folder(fake: Fake, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}"
         "{% if message.role == 'assistant' %}{{ raise_exception('users only') }}{% endif %}"
         "<s_a_0>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|sid_begin|>{% endif %}"
     )
-    with fake_server(folder) as server, httpx.Client(base_url=server.url) as client:
+    with fake(folder) as server, httpx.Client(base_url=server.url) as client:
         user = {"role": "user", "content": [{"type": "text", "text": "<s_a_1>"}, {"type": "text", "text": "<s_b_1>"}]}
         answer = client.post("/v1/chat/completions", json={"messages": [user, user]})
         assert answer.json()["usage"]["prompt_tokens"] == 7  # 2 x (one of the template, two), begin not doubled

@@ -47,6 +47,12 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Seconds a request may take before it is answered 504.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on standard error.")] = LogLevel.info,
     score_rule: Annotated[ScoreRule, typer.Option(help=SCORE_HELP)] = "level",
+    http_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that speak HTTP; 0: the engine's own. Default: by the machine.", show_default=False
+        ),
+    ] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default=False)] = None,
     profile_dir: Annotated[
         Path | None, typer.Option(help="Take profiles when POST /v1/profile/start asks, and write them here.")
@@ -81,6 +87,7 @@ def serve(
         "kv": kv,
         "model": options,
         "hardware": hardware,
+        "http_workers": http_workers,
         "num_threads": num_threads,
         "profile_dir": profile_dir,
     }

@@ -35,10 +35,10 @@ _ASIDE_FROM = 32_768  # bytes: some 1,000 items
 _SCHEMAS = "#/components/schemas/{model}"
 
 
-def create_app(state: ServerState, settings: ServerSettings) -> ASGIApp:
+def create_app(state: ServerState, settings: ServerSettings, metrics: ServerMetrics | None = None) -> ASGIApp:
     """The whole HTTP application over a state that becomes ready when the model is loaded."""
+    metrics = metrics or ServerMetrics(state, settings.max_queue)
     app = FastAPI(title="Polyrec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = ServerMetrics(state, settings.max_queue)
     key = None if settings.api_key is None else settings.api_key.get_secret_value()
     guarded = APIRouter(dependencies=[Depends(KeyCheck(key))])
     _add_recommend(guarded, state, settings, metrics)
@@ -119,7 +119,7 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
 def _add_metrics(router: APIRouter, metrics: ServerMetrics) -> None:
     @router.get("/metrics")
     async def metrics_text() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_probes(app: FastAPI, state: ServerState) -> None:

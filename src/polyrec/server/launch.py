@@ -1,10 +1,11 @@
-"""The server's process: socket, loading thread, uvicorn, signals, and the order in which all of it ends."""
+"""The server: socket, loading thread, uvicorn in this process or in workers, signals, and the order in which all of it ends."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -16,44 +17,64 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from ..core.errors import ConfigError
 from .app import create_app
-from .loading import check_start, load_service
+from .http import BACKLOG, uvicorn_config
+from .loading import check_start, load_service, num_http_workers
 from .logs import FIELDS, LOGGER, configure_logs
+from .pool import WorkerPool
+from .profile import Profile
 from .settings import ServerSettings
 from .state import DRAINING, ServerState, Service
+from .worker import LoadParts, WorkerStart, load_parts
 
 Load = Callable[[Path, ServerSettings, ServerState], Service]
 
 
-def run_server(folder: str | Path, settings: ServerSettings, load: Load = load_service) -> None:
+def run_server(
+    folder: str | Path, settings: ServerSettings, load: Load = load_service, parts: LoadParts = load_parts
+) -> None:
     """Serves `folder` until SIGTERM or SIGINT, then lets the requests in flight finish, and returns.
 
     Standard output gets one JSON line when the port is open and one when requests are answered; logs go to standard
-    error. Raises PolyrecError when the folder or the address cannot be used, and what loading raised.
+    error. Raises PolyrecError when the folder or the address cannot be used, and what loading raised. load, parts: what the
+    engine's process loads, and an HTTP worker.
     """
     folder = Path(folder).resolve()
+    num_workers = settings.http_workers or 0
     if load is load_service:
         check_start(folder, settings)
+        num_workers = num_http_workers(settings)
     state = ServerState(model_name=folder.name)
     with listen(settings.host, settings.port) as listener:
         configure_logs(settings.log_level)
-        server = _Server(_uvicorn_config(create_app(state, settings), settings), state)
         url = _url(settings.host, listener)
-        _tell(url, "loading")
-        with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
-            loading = loader.submit(load, folder, settings, state)
-            loading.add_done_callback(lambda done: _loaded(done, server, url))
-            with _signals_end(server):
-                server.run(sockets=[listener])
-    # The executor was left, so loading has ended and its future holds a service or an error.
-    service = loading.result()
-    if service.profile is not None:
+        if num_workers:
+            start = WorkerStart(folder, settings, state.created, os.getpid(), parts)
+            pool = WorkerPool(num_workers, start, listener, state, functools.partial(_tell, url))
+            service = asyncio.run(pool.run(lambda: load(folder, settings, state)))
+        else:
+            _tell(url, "loading")
+            service = _serve_here(folder, settings, load, state, listener, url)
+    if isinstance(service.profile, Profile):
         service.profile.end()
     service.loop.drain(settings.timeout)
     logging.getLogger(LOGGER).info("stopped", extra={FIELDS: {"requests": service.loop.stats.get("requests", 0)}})
+
+
+def _serve_here(
+    folder: Path, settings: ServerSettings, load: Load, state: ServerState, listener: socket.socket, url: str
+) -> Service:
+    """HTTP in this process's main thread."""
+    server = _Server(uvicorn_config(create_app(state, settings), settings), state)
+    with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
+        loading = loader.submit(load, folder, settings, state)
+        loading.add_done_callback(lambda done: _loaded(done, server, url))
+        with _signals_end(server):
+            server.run(sockets=[listener])
+    # The executor was left, so loading has ended and its future holds a service or an error.
+    return loading.result()
 
 
 class _Server(uvicorn.Server):
@@ -78,19 +99,6 @@ def _loaded(loading: Future[Service], server: _Server, url: str) -> None:
         _tell(url, "ready")
 
 
-def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_keep_alive=75,
-        # Every request has its own deadline; this only ends clients that read their answer too slowly.
-        timeout_graceful_shutdown=math.ceil(settings.timeout) + 5,
-    )
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A bound, listening socket; a used port or an unknown host is a ConfigError."""
     try:
@@ -103,7 +111,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,23 @@ def check_start(folder: Path, settings: ServerSettings) -> None:
         )
 
 
+def num_http_workers(settings: ServerSettings) -> int:
+    """HTTP workers: as set; else none where the CPU is the device (they would take its cores), and a quarter of the cores, four
+    at most, beside an accelerator: of the time between two launches, HTTP in the engine's own process would take most."""
+    if settings.http_workers is not None:
+        return settings.http_workers
+    from ..hardware import get_hardware_backend
+
+    if not get_hardware_backend(settings.hardware).capabilities.async_copies:
+        return 0
+    return min(num_cores() // 4, 4)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> Service:
     """Loads the model, starts its engine thread and has it answer one request, telling each stage in `state`."""
     state.stage = "loading_model"
@@ -74,6 +92,8 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     )
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
+    front = front_of(recommender, folder)
+    state.facts = front.facts
     state.stage = "recording_graphs"
     graph_bytes = recommender.engine.record_graphs()
     tell_memory(recommender.engine, settings.kv, graph_bytes)
@@ -81,7 +101,6 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
     _answer_one(loop, recommender.catalog.item_ids[0])
-    front = front_of(recommender, folder)
     return Service(loop, front, recommender.layout, chat, _profile_of(loop, backend.runtime, settings.profile_dir))
 
 

@@ -1,14 +1,16 @@
-"""What /metrics shows. One registry per app; the engine's figures are read from its loop when asked.
+"""What /metrics shows. One registry per app; the engine's figures are read from its loop when asked. Where several processes
+speak HTTP, the one that is asked adds up what all have counted.
 
 docs/server.md lists every metric; a test compares that list with this file's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .. import __version__
@@ -49,9 +51,16 @@ _ENGINE_GAUGES = (
 
 
 class ServerMetrics:
-    """The counters the routes write, and a collector that reads the engine."""
+    """The counters the routes write, and a collector that reads the engine. pid: the engine's process (None: this one).
 
-    def __init__(self, state: ServerState, max_queue: int) -> None:
+    counts_of_others: what other processes of the server have counted; None where there are none.
+    """
+
+    def __init__(self, state: ServerState, max_queue: int, pid: int | None = None) -> None:
+        self.counts_of_others: Callable[[], Awaitable[list[list[Metric]]]] | None = None
+        self._engine = CollectorRegistry()
+        self._engine.register(_EngineCollector(state, max_queue))
+        ProcessCollector(pid=lambda: pid or os.getpid(), registry=self._engine)
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "polyrec_http_requests", "Answered HTTP requests.", ["endpoint", "status"], registry=self.registry
@@ -72,8 +81,6 @@ class ServerMetrics:
         self.unknown_items = Counter(
             "polyrec_unknown_items", "History items not in the catalog, dropped.", registry=self.registry
         )
-        self.registry.register(_EngineCollector(state, max_queue))
-        ProcessCollector(registry=self.registry)
 
     def observe(self, path: str, status: int, seconds: float) -> None:
         """Counts one answered request; unknown paths share one label, so a scanner cannot grow the registry."""
@@ -81,9 +88,53 @@ class ServerMetrics:
         self.requests.labels(endpoint, str(status)).inc()
         self.seconds.labels(endpoint).observe(seconds)
 
-    def render(self) -> bytes:
-        """The registry in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def counted(self) -> list[Metric]:
+        """What this process has counted; it can be sent to another one."""
+        return list(self.registry.collect())
+
+    async def render(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        others = [] if self.counts_of_others is None else await self.counts_of_others()
+        shown = CollectorRegistry()
+        shown.register(_Families([*added_up([self.counted(), *others]), *self._engine.collect()]))
+        return generate_latest(shown)
+
+
+def added_up(counts: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """One family of each name, its samples the sums of those with the same labels; of the times of creation, the earliest."""
+    kinds: dict[str, Metric] = {}
+    sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for family in (family for families in counts for family in families):
+        kinds.setdefault(family.name, family)
+        values = sums.setdefault(family.name, {})
+        for sample in family.samples:
+            key = (sample.name, tuple(sample.labels.items()))
+            if sample.name.endswith("_created"):
+                values[key] = min(values.get(key, sample.value), sample.value)
+            else:
+                values[key] = values.get(key, 0.0) + sample.value
+    found = []
+    for name, first in kinds.items():
+        family = Metric(name, first.documentation, first.type)
+        for (sample_name, labels), value in sums[name].items():
+            family.add_sample(sample_name, dict(labels), value)
+        found.append(family)
+    return found
+
+
+class _Families(Collector):
+    """Families that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def describe(self) -> list[Metric]:
+        """Nothing, as below."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        """The families."""
+        return self._families
 
 
 class _EngineCollector(Collector):

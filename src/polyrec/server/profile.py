@@ -21,6 +21,7 @@ from .logs import FIELDS, LOGGER
 if TYPE_CHECKING:
     from ..engine.loop import EngineLoop
     from ..engine.trace import Tracer
+    from .remote import RemoteProfile
     from .state import Service
 
 
@@ -82,7 +83,7 @@ def _log_end(ended: Future[Path | None]) -> None:
         logging.getLogger(LOGGER).info("profile", extra={FIELDS: {"file": str(path)}})
 
 
-def _profile_of(service: Service) -> Profile:
+def _profile_of(service: Service) -> Profile | RemoteProfile:
     if service.profile is None:
         raise RequestError(
             "profile_disabled", "This server takes no profiles.", "Start it with --profile-dir DIR.", status=404

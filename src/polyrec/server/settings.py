@@ -27,6 +27,7 @@ class ServerSettings(Settings):
     max_body_bytes: largest request body.
     score_rule: what a score is (core.request.ScoreRule). kv: the key-value cache's flags. model: the model flags.
     hardware: the hardware flags.
+    http_workers: processes that speak HTTP beside the engine's; 0: the engine's own does; None: see `loading.num_http_workers`.
     num_threads: CPU threads of the engine (None: torch's choice). profile_dir: where traces go; None: none may be taken.
     """
 
@@ -45,6 +46,7 @@ class ServerSettings(Settings):
     kv: KVConfig = KVConfig()
     model: ModelOptions = ModelOptions()
     hardware: HardwareConfig = HardwareConfig()
+    http_workers: int | None = Field(default=None, ge=0, le=64)
     num_threads: int | None = Field(default=None, ge=1)
     profile_dir: Path | None = None
 

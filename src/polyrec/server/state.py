@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.request import Recommendation, RecommendRequest
 from ..sid.layout import SidLayout
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..engine.front import Found, Prepared, Search
     from .chat import ChatPrompt
     from .profile import Profile
+    from .remote import RemoteProfile
 
 READY, DRAINING, ENGINE_STOPPED = "ready", "draining", "engine_stopped"
 
@@ -63,15 +64,19 @@ class Service:
     front: Front
     layout: SidLayout
     chat: ChatPrompt
-    profile: Profile | None = None
+    profile: Profile | RemoteProfile | None = None
 
 
 @dataclass
 class ServerState:
-    """model_name: how the model is called on the wire. stage: what /ready tells. service: None until loaded."""
+    """model_name: how the model is called on the wire. stage: what /ready tells. service: None until loaded.
+
+    facts: engine.front.EngineFacts once the model is loaded, well before it is ready: HTTP workers need them to load.
+    """
 
     model_name: str
     stage: str = "starting"
+    facts: Any = None
     service: Service | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

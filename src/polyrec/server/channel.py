@@ -1,0 +1,161 @@
+"""What the engine's process and an HTTP worker say to each other, and the socket that carries it.
+
+Messages are pickled: both ends are one program, started by one another over a socket that nobody else can open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prometheus_client import Metric
+
+_LENGTH = 4  # bytes before each message
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Worker: search this. number: the worker's own, which the answer bears."""
+
+    number: int
+    search: Any
+    deadline: float | None
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Worker: nobody waits for that answer any more."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Worker: start or stop a profile; answered like a search."""
+
+    number: int
+    action: Literal["start", "stop"]
+
+
+@dataclass(frozen=True)
+class AskMetrics:
+    """Worker: what have the other workers counted?"""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Worker: what this one has counted. number: of `Count`."""
+
+    number: int
+    families: list[Metric]
+
+
+@dataclass(frozen=True)
+class Open:
+    """Worker: it takes connections."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Worker: it can answer requests."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Worker: it cannot start, and ends."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Status:
+    """Engine's process: how things stand. depth: searches that wait."""
+
+    stage: str
+    is_alive: bool
+    depth: int
+    stats: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Engine's process: the model is loaded, and this is what the front must know of it."""
+
+    facts: Any
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Engine's process: number and result of each; a result that is an exception is raised."""
+
+    results: list[tuple[int, Any]]
+    status: Status
+
+
+@dataclass(frozen=True)
+class Count:
+    """Engine's process: say what you have counted."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Engine's process: take no more connections, finish what is here, end. now: do not finish it."""
+
+    now: bool = False
+
+
+class Channel(asyncio.Protocol):
+    """One end. on_message is called with each message; on_close once, when the other end is gone."""
+
+    def __init__(self, on_message: Callable[[Any], None], on_close: Callable[[], None]) -> None:
+        self._on_message, self._on_close = on_message, on_close
+        self._received = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    @classmethod
+    async def open(cls, end: socket.socket, on_message: Callable[[Any], None], on_close: Callable[[], None]) -> Channel:
+        """A channel over one end of a socket pair, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(on_message, on_close), sock=end)
+        return channel
+
+    def send(self, message: Any) -> None:
+        """Never waits: what the other end does not take yet is kept. Without effect once the other end is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            self._transport.write(len(content).to_bytes(_LENGTH, "little") + content)
+
+    def close(self) -> None:
+        """Ends the channel; what was sent before still arrives."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        place = 0
+        while len(received) - place >= _LENGTH:
+            end = place + _LENGTH + int.from_bytes(received[place : place + _LENGTH], "little")
+            if len(received) < end:
+                break
+            with memoryview(received) as view:
+                message = pickle.loads(view[place + _LENGTH : end])
+            place = end
+            self._on_message(message)
+        del received[:place]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_close()

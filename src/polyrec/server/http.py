@@ -1,0 +1,27 @@
+"""How uvicorn serves the application, in whichever process."""
+
+from __future__ import annotations
+
+import math
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from .settings import ServerSettings
+
+BACKLOG = 2048  # connections that wait to be accepted
+
+
+def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
+    """Without uvicorn's own logs and limits."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=75,
+        # Every request has its own deadline; this only ends clients that read their answer too slowly.
+        timeout_graceful_shutdown=math.ceil(settings.timeout) + 5,
+    )

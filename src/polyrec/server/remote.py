@@ -1,0 +1,111 @@
+"""The engine as an HTTP worker sees it: searches, status, profiles and counts, all through the channel to its process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from prometheus_client import Metric
+
+from ..core.errors import RequestError
+from .channel import Answers, Ask, AskMetrics, Cancel, Channel, Profile, Status
+
+
+class RemoteLoop:
+    """`EngineLoop`'s surface. Used by the event loop's thread alone."""
+
+    def __init__(self) -> None:
+        self.status = Status("starting", False, 0, {})
+        self._channel: Channel | None = None
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+
+    def connect(self, channel: Channel) -> None:
+        """From now on it can ask."""
+        self._channel = channel
+
+    def search(self, search: Any, deadline: float | None = None) -> asyncio.Future[Any]:
+        """Queues a search in the engine's process. A refusal (`queue_full`, …) is the future's exception."""
+        return self._ask(lambda number: Ask(number, search, deadline))
+
+    def profile(self, action: Literal["start", "stop"]) -> asyncio.Future[Any]:
+        """Starts or stops a profile of the engine."""
+        return self._ask(lambda number: Profile(number, action))
+
+    async def counts_of_others(self) -> list[list[Metric]]:
+        """What each of the other workers has counted so far."""
+        return await self._ask(AskMetrics)
+
+    def take(self, message: Answers) -> None:
+        """Gives answers to who waits for them."""
+        self.status = message.status
+        for number, result in message.results:
+            future = self._asked.get(number)
+            if future is None or future.done():
+                continue
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    def close(self) -> None:
+        """The engine's process is gone."""
+        self._channel = None
+        self.status = Status(self.status.stage, False, 0, self.status.stats)
+        for future in [*self._asked.values()]:
+            if not future.done():
+                future.set_exception(
+                    RequestError("engine_failed", "The engine failed.", "See the server's log; restart it.", status=500)
+                )
+
+    def drain(self, timeout: float | None = None) -> None:
+        """The engine's process drains its loop itself."""
+
+    @property
+    def is_alive(self) -> bool:
+        """As of the last message."""
+        return self.status.is_alive
+
+    @property
+    def depth(self) -> int:
+        """As of the last message."""
+        return self.status.depth
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """As of the last message."""
+        return self.status.stats
+
+    def _ask(self, message: Callable[[int], Any]) -> asyncio.Future[Any]:
+        if self._channel is None:
+            raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
+        number = next(self._numbers)
+        future = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        future.add_done_callback(functools.partial(self._forget, number))
+        self._channel.send(message(number))
+        return future
+
+    def _forget(self, number: int, future: asyncio.Future[Any]) -> None:
+        del self._asked[number]
+        if future.cancelled() and self._channel is not None:
+            self._channel.send(Cancel(number))
+
+
+class RemoteProfile:
+    """`profile.Profile`'s surface."""
+
+    def __init__(self, loop: RemoteLoop) -> None:
+        self._loop = loop
+
+    def start(self) -> asyncio.Future[None]:
+        """Between two batches."""
+        return self._loop.profile("start")
+
+    def stop(self) -> asyncio.Future[Path]:
+        """Between two batches; the future names the trace's file."""
+        return self._loop.profile("stop")

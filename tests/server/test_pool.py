@@ -1,0 +1,233 @@
+"""HTTP workers: what is promised only of them. What holds with and without them is in test_launch and test_app."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import ServerProcess, eventually, fake_server, metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from polyrec.engine.recommender import Recommender
+from polyrec.server.channel import Ask, Cancel, Channel
+from polyrec.server.metrics import added_up
+from polyrec.testing.tiny import write_tiny_model
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads processes from /proc")
+ANSWERED = 'polyrec_http_requests_total{endpoint="/v1/recommend",status="200"}'
+
+
+def workers_of(pid: int) -> list[int]:
+    """Process ids of the workers."""
+    lists = [(task / "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+    children = [int(child) for found in lists for child in found]
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def is_gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def answer(url: str) -> int:
+    return httpx.post(f"{url}/v1/recommend", json={"history": ["i1"]}, timeout=60).status_code
+
+
+def test_a_worker_that_cannot_load_ends_the_server_with_its_error(folder: Path) -> None:
+    (folder / "no_parts").touch()
+    with fake_server(folder, wait_ready=False, http_workers=2) as server:
+        assert server.process.wait(60) == 1
+        assert "parts_broken: The catalog is broken. Mend it." in server.errors()
+
+
+@linux
+def test_a_worker_that_ends_is_replaced_and_what_it_counted_stays(folder: Path) -> None:
+    with fake_server(folder, http_workers=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert [answer(server.url) for _ in range(20)] == [200] * 20
+        assert metric(client, ANSWERED) == 20
+        before = workers_of(server.process.pid)
+        assert len(before) == 2
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        # Connections wait until there is a worker again; none is refused.
+        assert answer(server.url) == 200
+        eventually(lambda: len(workers_of(server.process.pid)) == 2, "both are replaced")
+        assert not set(before) & set(workers_of(server.process.pid))
+        with httpx.Client(base_url=server.url, timeout=60) as other:
+            assert metric(other, ANSWERED) >= 1
+        assert "an HTTP worker ended and is replaced" in server.errors()
+        assert server.stop() == 0
+
+
+@linux
+def test_workers_end_with_the_engine_s_process(folder: Path) -> None:
+    with fake_server(folder, http_workers=2) as server:
+        workers = workers_of(server.process.pid)
+        server.process.send_signal(signal.SIGKILL)
+        eventually(lambda: all(map(is_gone, workers)), "both ended")
+
+
+@linux
+def test_signals_to_workers_change_nothing(folder: Path) -> None:
+    """A terminal's Ctrl-C reaches all processes; the engine's decides."""
+    with fake_server(folder, http_workers=2) as server:
+        for pid in workers_of(server.process.pid):
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        assert [answer(server.url) for _ in range(10)] == [200] * 10
+        server.terminate()
+        assert server.process.wait(60) == 0
+        assert "Traceback" not in server.errors()
+
+
+def test_counts_of_all_workers_are_added_up(folder: Path) -> None:
+    with fake_server(folder, http_workers=3) as server:
+        assert [answer(server.url) for _ in range(30)] == [200] * 30
+        for _ in range(5):  # whichever is asked
+            with httpx.Client(base_url=server.url, timeout=60) as client:
+                eventually(lambda client=client: metric(client, ANSWERED) == 30, "all are counted")
+                assert metric(client, "polyrec_engine_requests_total") == 30
+
+
+def test_adding_up() -> None:
+    def counted(number: int) -> list:
+        registry = CollectorRegistry()
+        counter = Counter("c", "help", ["label"], registry=registry)
+        counter.labels("all").inc(number)
+        counter.labels(f"only {number}").inc()
+        Gauge("g", "help", registry=registry).set(number)
+        Histogram("h", "help", buckets=(1, 2), registry=registry).observe(number)
+        return list(registry.collect())
+
+    parts = [counted(1), counted(2)]
+    (created, _) = (sample.value for sample in [*parts[0][0].samples, *parts[1][0].samples] if sample.name == "c_created"
+                    and sample.labels["label"] == "all")  # fmt: skip
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value for family in added_up(parts) for sample in family.samples
+    }
+    assert samples["c_total", "all"] == 3
+    assert samples["c_total", "only 1"] == samples["c_total", "only 2"] == 1
+    assert samples["c_created", "all"] == created
+    assert samples["g",] == 3
+    assert (samples["h_bucket", "1.0"], samples["h_bucket", "2.0"], samples["h_count",], samples["h_sum",]) == (
+        1,
+        2,
+        2,
+        3,
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5_000), max_size=6), st.integers(1, 20_000))
+def test_messages_arrive_whole_and_in_order(sizes: list[int], piece: int) -> None:
+    """However the stream is cut."""
+    sent: list[bytes] = []
+    writer, received = Channel(print, print), []
+
+    class Transport(asyncio.WriteTransport):
+        def is_closing(self) -> bool:
+            return False
+
+        def write(self, data: bytes) -> None:
+            sent.append(data)
+
+    writer.connection_made(Transport())
+    messages = [Ask(number, bytes(size), None) if size % 2 else Cancel(size) for number, size in enumerate(sizes)]
+    for message in messages:
+        writer.send(message)
+    stream = b"".join(sent)
+    reader = Channel(received.append, print)
+    for place in range(0, len(stream), piece):
+        reader.data_received(stream[place : place + piece])
+    assert received == messages
+
+
+def test_sending_does_not_wait_for_the_reader() -> None:
+    async def run() -> list[object]:
+        own, its = socket.socketpair()
+        received: list[object] = []
+        done = asyncio.Event()
+        sender = await Channel.open(own, print, done.set)
+        for number in range(50):
+            sender.send(Ask(number, bytes(100_000), None))  # far more than a socket holds, and nobody reads
+        reader = await Channel.open(its, received.append, done.set)
+        while len(received) < 50:
+            await asyncio.sleep(0.01)
+        reader.close()  # its end of the channel
+        await asyncio.wait_for(done.wait(), 20)
+        sender.send(Cancel(1))  # nobody is there: no error
+        return received
+
+    assert [message.number for message in asyncio.run(run())] == [*range(50)]
+
+
+# The real engine.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("pool") / "tiny", num_items=300, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "polyrec.cli.main", "serve", str(tiny), "--port", "0", "--http-workers", "2"]
+    traces = tmp_path_factory.mktemp("traces")
+    server = ServerProcess([*command, "--num-threads", "1", "--profile-dir", str(traces)], OMP_NUM_THREADS="1")
+    yield server
+    assert server.stop() == 0
+
+
+def test_answers_are_the_recommender_s(tiny: Path, tiny_server: ServerProcess) -> None:
+    recommender = Recommender.from_pretrained(tiny)
+    for number in range(8):
+        body = {"history": [f"item-{number}", ["item-9", "nothing"]], "n": 20 + number, "exclude": ["item-1"]}
+        with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+            found = client.post("/v1/recommend", json=body).json()
+        alone = recommender.recommend(body["history"], n=body["n"], exclude=body["exclude"])
+        assert [(item["item_id"], item["sid"], item["name"]) for item in found["items"]] == [
+            (item.item_id, item.sid, item.name) for item in alone.items
+        ]
+        assert [item["score"] for item in found["items"]] == pytest.approx(
+            [item.score for item in alone.items], abs=1e-5
+        )
+        assert found["unknown_items"] == ["nothing"]
+
+
+def test_cold_histories_and_refusals(tiny_server: ServerProcess) -> None:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+        assert client.post("/v1/recommend", json={"history": ["nothing"]}).json()["source"] == "popularity"
+        long = {"messages": [{"role": "user", "content": "<s_a_1>" * 50_000}]}
+        assert client.post("/v1/chat/completions", json=long).json()["error"]["code"] == "prompt_too_long"
+
+
+@linux
+def test_workers_hold_no_torch(tiny_server: ServerProcess) -> None:
+    workers = workers_of(tiny_server.process.pid)
+    assert len(workers) == 2
+    for pid in workers:
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" in Path(f"/proc/{tiny_server.process.pid}/maps").read_text()
+
+
+def test_profiles_are_taken_of_the_engine(tiny_server: ServerProcess) -> None:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+        assert client.post("/v1/profile/stop").json()["error"]["code"] == "profile_not_running"
+        assert client.post("/v1/profile/start").json() == {"running": True, "file": None}
+        assert client.post("/v1/recommend", json={"history": ["item-1"]}).status_code == 200
+        assert Path(client.post("/v1/profile/stop").json()["file"]).is_file()
