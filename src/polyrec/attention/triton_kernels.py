@@ -29,7 +29,7 @@ from .triton_work import (
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 TWO_LOG2E: tl.constexpr = tl.constexpr(2.8853900817779268)
 NEVER: tl.constexpr = tl.constexpr(float("-inf"))
-UNROLL: tl.constexpr = tl.constexpr(8)
+SPANS_AT_ONCE: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -203,21 +203,22 @@ def merge_kernel(
     real = head < HEADS
     lane = tl.arange(0, DIM)
     tile = head[:, None] * DIM + lane
+    # Tops first, then eight spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
+    span = tl.arange(0, MOST)[:, None]
+    of_span = (first + span * num_rows) * HEADS + head[None, :]
+    there = (span < num_spans) & real[None, :]
+    top = tl.max(tl.load(part_top + of_span, mask=there, other=NEVER), 0)
+    base = tl.where(top == NEVER, 0.0, top)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, DIM], tl.float32)
-    # Tops first and eight spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
-    span = tl.arange(0, MOST)
-    of_spans = ((first + span * num_rows) * HEADS)[:, None] + head[None, :]
-    there = (span < num_spans)[:, None] & real[None, :]
-    top = tl.max(tl.load(part_top + of_spans, mask=there, other=NEVER), 0)
-    base = tl.where(top == NEVER, 0.0, top)
-    for begin in range(0, num_spans, UNROLL):
-        for each in tl.static_range(UNROLL):
-            of_span = (first + (begin + each) * num_rows) * HEADS
-            in_span = tl.where(begin + each < num_spans, head < HEADS, False)
-            grow = tl.exp2(tl.load(part_top + of_span + head, mask=in_span, other=NEVER) - base)
-            total += tl.load(part_total + of_span + head, mask=in_span, other=0.0) * grow
-            acc += tl.load(part + of_span * DIM + tile, mask=in_span[:, None], other=0.0) * grow[:, None]
+    for start in range(0, num_spans, SPANS_AT_ONCE):
+        some = start + tl.arange(0, SPANS_AT_ONCE)[:, None]
+        place = (first + some * num_rows) * HEADS + head[None, :]
+        real_some = (some < num_spans) & real[None, :]
+        grow = tl.exp2(tl.load(part_top + place, mask=real_some, other=NEVER) - base[None, :])
+        total += tl.sum(tl.load(part_total + place, mask=real_some, other=0.0) * grow, 0)
+        sums = tl.load(part + place[:, :, None] * DIM + lane[None, None, :], mask=real_some[:, :, None], other=0.0)
+        acc += tl.sum(sums * grow[:, :, None], 0)
     if OWN > 0:
         q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
         of_kv = (head // GROUP)[:, None] * DIM + lane
