@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from polyrec.core.errors import ConfigError
 from polyrec.kvcache.options import KVConfig
 from polyrec.kvcache.sizing import KVSize
 from polyrec.server.loading import served_kv, tell_memory
@@ -16,7 +17,7 @@ from polyrec.server.logs import LOGGER, JsonFormatter
 
 
 def backend(own_memory: bool) -> SimpleNamespace:
-    return SimpleNamespace(capabilities=SimpleNamespace(async_copies=own_memory))
+    return SimpleNamespace(platform_name="abacus", capabilities=SimpleNamespace(async_copies=own_memory))
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,19 @@ def test_a_server_fills_a_device_with_a_memory_of_its_own(
 ) -> None:
     kv = KVConfig(memory_fraction=given, max_length=77)
     assert served_kv(kv, backend(own_memory)) == KVConfig(memory_fraction=expected, max_length=77)
+
+
+@pytest.mark.parametrize(
+    ("own_memory", "prefix_cache", "told"),
+    [(False, True, "anyway"), (True, False, "without"), (False, False, "without")],
+)
+def test_a_host_cache_that_nothing_would_use_is_refused(own_memory: bool, prefix_cache: bool, told: str) -> None:
+    kv = KVConfig(host_cache_gib=1, prefix_cache=prefix_cache)
+    with pytest.raises(ConfigError, match=told) as caught:
+        served_kv(kv, backend(own_memory))
+    assert caught.value.code == "host_cache_unused"
+    served_kv(KVConfig(prefix_cache=prefix_cache), backend(own_memory))
+    assert served_kv(KVConfig(host_cache_gib=1), backend(True)).host_cache_gib == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.files import read_json
 from ..core.request import RecommendRequest
 from .chat import ChatPrompt, load_template
@@ -119,7 +119,15 @@ def front_of(recommender: Recommender, folder: Path) -> Front:
 
 def served_kv(kv: KVConfig, backend: HardwareBackend) -> KVConfig:
     """A server's own device is for it to fill. The host's memory is not, nor is a copy to it asynchronous: there, without a
-    fraction, the cache holds what the largest batches need."""
+    fraction, the cache holds what the largest batches need. Error: `host_cache_unused`."""
+    if kv.host_cache_gib > 0 and not (kv.prefix_cache and backend.capabilities.async_copies):
+        there = f"platform '{backend.platform_name}' keeps them there anyway"
+        why = there if kv.prefix_cache else "without a prefix cache none are"
+        raise ConfigError(
+            "host_cache_unused",
+            f"--host-cache-gib is for pages that are kept in the host's memory, and {why}.",
+            "Leave it out.",
+        )
     if kv.memory_fraction is None and backend.capabilities.async_copies:
         return kv.model_copy(update={"memory_fraction": MEMORY_FRACTION})
     return kv
