@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 
@@ -200,3 +202,26 @@ def test_parts_of_another_backend_are_taken(backend):
     runtime, graph = type(backend.runtime)(), type(backend.graph)()
     other = CpuBackend(runtime=runtime, graph=graph, ops=REFERENCE_OPS)
     assert (other.runtime, other.graph, other.ops) == (runtime, graph, REFERENCE_OPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize("shape", [(2, 0, 3), (4,), (2, 3, 5)])
+def test_zeros(backend, dtype, shape):
+    found = backend.runtime.zeros(shape, dtype)
+    assert (found.shape, found.dtype, found.device.type) == (shape, dtype, "cpu")
+    assert not found.float().any()
+    found.view(torch.uint8).fill_(1)  # it may be written
+
+
+def test_zeros_take_memory_when_they_are_written():
+    code = """
+import resource, torch
+from polyrec.hardware.backends.cpu.runtime import CpuRuntime
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+before = peak()
+zeros = CpuRuntime().zeros((4, 1 << 27), torch.float32)  # 2 GiB
+zeros[2, 5:7] = 1
+print(peak() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 100_000

@@ -114,10 +114,15 @@ OPTIONAL = {"transformers", "triton", "flashinfer", "sentence_transformers", "to
 
 
 def is_a_kernel_file(name: str) -> bool:
-    """Of Triton, whose decorators run at import, or of FlashInfer: whoever launches a kernel imports its file when built."""
+    """Of Triton, whose decorators run at import, or of FlashInfer, or beside such a file and importing it: whoever launches a
+    kernel imports its file when built."""
     path = SOURCE.parent.joinpath(*name.split(".")).with_suffix(".py")
-    imported = [n.names[0].name for n in parsed(path).body if isinstance(n, ast.Import)] if path.is_file() else []
-    return bool({"triton", "flashinfer"} & set(imported))
+    body = parsed(path).body if path.is_file() else []
+    imported = {node.names[0].name for node in body if isinstance(node, ast.Import)}
+    beside = [node for node in body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    package = name.rpartition(".")[0]
+    names = {node.module or alias.name for node in beside for alias in node.names}
+    return bool({"triton", "flashinfer"} & imported) or any(is_a_kernel_file(f"{package}.{one}") for one in names)
 
 
 def test_every_module_imports_and_none_needs_an_optional_package():

@@ -44,7 +44,8 @@ class PromptMemory:
             memory=backend.runtime.memory(),
         )
         slots = self.size.num_pages * self.size.page_size
-        self.pool = KVPool(needs.num_layers, slots, needs.num_kv_heads, needs.head_dim, dtype, device)
+        shape = (needs.num_layers, slots, needs.num_kv_heads, needs.head_dim)
+        self.pool = KVPool(*shape, dtype, device, backend.runtime.zeros)
         reuse = config.prefix_cache and attention.support.prefix
         host_bytes = int(config.host_cache_gib * GIB) if reuse and backend.capabilities.async_copies else 0
         tier = HostTier(self.pool, self.size.page_size, backend.runtime, host_bytes) if host_bytes else None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class KVPool:
@@ -22,9 +26,12 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        zeros: Zeros | None = None,
     ) -> None:
+        """zeros: a runtime's, which knows how its device is best given much memory."""
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
-        self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
+        zeros = zeros or functools.partial(_zeros, device)
+        self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
 
     @property
     def num_slots(self) -> int:
@@ -41,9 +48,5 @@ class KVPool:
         return self.keys[layer], self.values[layer]
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros; on the host one whose pages take no memory until they are written, as torch's own would."""
-    if device.type != "cpu" or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -100,6 +100,10 @@ class Runtime(ABC):
     def empty_cache(self) -> None:
         """Gives memory that the allocator holds and nothing uses back to the device."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros on the device, for much memory of which little may be used: a system that can gives it as it is written."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
     @abstractmethod
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The host tensor in memory that the device can copy from asynchronously; itself where there is no such memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from ....core.errors import HardwareError
@@ -107,6 +109,11 @@ class CpuRuntime(Runtime):
 
     def empty_cache(self) -> None:
         """The host's allocator gives back on its own."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The system maps pages of zeros and gives memory as they are written; torch's own zeros are all written."""
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(max(size, 1), np.uint8))[:size].view(dtype).view(shape)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
