@@ -173,6 +173,18 @@ def test_a_gradient_that_is_not_finite_spoils_nothing(poison):
             torch.testing.assert_close(value, before[1][index][name], rtol=0, atol=0)
 
 
+def test_no_gradient_of_the_last_step_is_held_in_the_forward_pass():
+    """A gradient is as large as the model, and the forward pass ends where memory is at its fullest."""
+
+    def looks(model, batch):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return objective(model, batch)
+
+    trainer, _ = make_trainer(Net(), OptimConfig(ema_decay=0), looks)
+    for _ in range(2):
+        trainer.train_step()
+
+
 def test_on_step_ends_a_run():
     trainer, loader = make_trainer(Net(), OptimConfig())
     trainer.run(lambda facts: facts.step < 5)
