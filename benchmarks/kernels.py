@@ -26,6 +26,9 @@ from facts import origin
 from torch import Tensor
 
 from polyrec.hardware.backends.cuda_like import NvidiaBackend, cuda_like_ops
+from polyrec.hardware.backends.cuda_like.kernels.norm_backward import rms_norm_backward
+from polyrec.hardware.backends.cuda_like.kernels.rotary_backward import rotate_backward
+from polyrec.hardware.backends.cuda_like.kernels.swiglu_backward import silu_and_mul_backward
 from polyrec.hardware.ops import REFERENCE_OPS, PlatformOps
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2048, 6144, 16, 8, 128, 16
@@ -141,6 +144,9 @@ def operations(rows: int) -> Iterator[tuple[str, Callable[[], tuple[Call, Any, i
     yield "rotary_store", lambda: rotary(rows, norm=False, cache=torch.bfloat16)
     yield "qk_norm_rotary_store", lambda: rotary(rows, norm=True, cache=torch.bfloat16)
     yield "qk_norm_rotary_store e4m3", lambda: rotary(rows, norm=True, cache=FP8)
+    yield "silu_and_mul backward", lambda: swiglu_backward(rows)
+    yield "add_rms_norm backward", lambda: norm_backward(rows)
+    yield "qk_norm_rotary backward", lambda: rotary_backward(rows)
     yield "kv.write", lambda: write(rows)
     yield "kv.copy_pages", lambda: copy_pages(rows)
     for name, (outputs, inputs) in PRODUCTS.items():
@@ -177,6 +183,68 @@ def rotary(rows: int, *, norm: bool, cache: torch.dtype | None) -> tuple[Call, A
         return *out, *caches
 
     return call, product, size(product, cos, sin, *weights, slots, q, k, *caches), 0
+
+
+def swiglu_backward(rows: int) -> tuple[Call, Any, int, int]:
+    """With the activations again, as fused layers are trained. In torch's column: the same in fp32, operation by operation."""
+    x, slope = normal(rows, 2 * INNER), normal(rows, INNER)
+
+    def call(ops: PlatformOps) -> Any:
+        if ops is not REFERENCE_OPS:
+            x_gradient, again = torch.empty_like(x), torch.empty_like(slope)
+            silu_and_mul_backward(x, slope, x_gradient, again)
+            return x_gradient, again
+        (gate, up), own = x.float().chunk(2, -1), slope.float()
+        share = gate.sigmoid()
+        silu = gate * share
+        gradient = torch.cat((own * up * (share + silu * (1 - share)), own * silu), -1)
+        return gradient.to(x.dtype), (silu * up).to(x.dtype)
+
+    return call, (x, slope), size(x, slope, x, slope), 0
+
+
+def norm_backward(rows: int) -> tuple[Call, Any, int, int]:
+    """With the residual stream's gradient and the normed rows again."""
+    x, slope, stream, weight = normal(rows, HIDDEN), normal(rows, HIDDEN), normal(rows, HIDDEN), normal(HIDDEN)
+
+    def call(ops: PlatformOps) -> Any:
+        if ops is not REFERENCE_OPS:
+            return rms_norm_backward(x, weight, 1e-6, slope, stream, again=True)
+        gradient, by_weight, unit = by_hand(x.float(), slope.float(), weight.float())
+        return (
+            (gradient + stream.float()).to(x.dtype),
+            by_weight.sum(0).to(x.dtype),
+            (unit * weight.float()).to(x.dtype),
+        )
+
+    return call, (x, slope, stream, weight), size(x, slope, stream, weight, x, weight, x), 0
+
+
+def rotary_backward(rows: int) -> tuple[Call, Any, int, int]:
+    """On parts of one product."""
+    product = normal(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM).unflatten(1, (-1, HEAD_DIM))
+    parts = product.split((HEADS, KV_HEADS, KV_HEADS), 1)[:2]
+    slopes, weights = [normal(*part.shape) for part in parts], [normal(HEAD_DIM), normal(HEAD_DIM)]
+    cos, sin = (torch.rand(rows, HEAD_DIM // 2, device="cuda") for _ in range(2))
+
+    def call(ops: PlatformOps) -> Any:
+        if ops is not REFERENCE_OPS:
+            return rotate_backward(*parts, (weights[0], weights[1]), cos, sin, 1e-6, (slopes[0], slopes[1]))
+        turned = ops.rope.rotary(slopes[0].float(), slopes[1].float(), cos, -sin)
+        found = [
+            by_hand(part.float(), own, weight.float()) for part, own, weight in zip(parts, turned, weights, strict=True)
+        ]
+        gradients = [gradient.to(product.dtype) for gradient, _, _ in found]
+        return *gradients, *(by_weight.sum((0, 1)).to(product.dtype) for _, by_weight, _ in found)
+
+    return call, (product, slopes), size(*parts, *slopes, *weights, cos, sin, *parts, *weights), 0
+
+
+def by_hand(x: Tensor, slope: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm's gradient of x, the terms of its weight's, and x over its root mean square."""
+    inverse = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    unit, pulled = x * inverse, slope * weight
+    return (pulled - unit * (pulled * unit).mean(-1, keepdim=True)) * inverse, slope * unit, unit
 
 
 def write(rows: int) -> tuple[Call, Any, int, int]:
