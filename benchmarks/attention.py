@@ -4,7 +4,11 @@ Queries, keys and values (16, 8 and 8 heads of 128, bf16) are views of one produ
 medians over replays of a graph; host times are what one eager call takes to be queued, and what the plan of a batch takes. The
 first call is of a shape that was not seen before, once the kernels are there. Every result is compared with fp32.
 
+Shapes with cached tokens are measured over 28 layers of a cache, as in a model, by backends that read one; `triton recorded` is
+what a recorded prefill runs: 32 places, room for longer prompts, and lengths that only the device knows.
+
     python benchmarks/attention.py
+    python benchmarks/attention.py --only triton --shapes 1x15+2440 8x15+2440
     python benchmarks/attention.py --only triton --shapes 8x1008 1x777 --out benchmarks/results/attention.json
 """
 
@@ -32,15 +36,18 @@ from polyrec.attention.sdpa import pad
 from polyrec.core.errors import PolyrecError
 from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
-from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout
+from polyrec.hardware.base.attention import AttentionBackend, AttentionNeeds, PackedLayout, PageTable
+from polyrec.kvcache.options import PAGE_SIZE
+from polyrec.kvcache.pool import KVPool
 
-HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
-NEEDS = AttentionNeeds(1, HEADS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-SHAPES = ("1x2464", "8x2464", "32x304", "8x1008", "8x5008", "mixed")
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 16, 8, 128, 28
+NEEDS = AttentionNeeds(LAYERS, HEADS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+SHAPES = ("1x2464", "8x2464", "32x304", "8x1008", "8x5008", "mixed", "1x15+2440", "8x15+2440")
 MIXED = (304, 2464, 61, 1008, 305, 5008, 128, 777, 2455, 310, 33, 1500, 640, 300, 998, 2001)
 BACKENDS = ("flashinfer", "triton", "sdpa")
 SPREAD = 256 * 1024**2  # bytes over which the inputs of one graph lie
 MOST_SETS = 8
+PLACES, ROOM = 32, 8192  # of a recorded prefill: requests, and tokens of a prompt
 LIMIT = 0.01  # of ‖found − reference‖ / ‖reference‖
 
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +72,7 @@ class Measured:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="REQUESTSxTOKENS, or mixed")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="REQUESTSxTOKENS, REQUESTSxNEW+CACHED, or mixed")
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of ways")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON with all figures")
@@ -77,23 +84,32 @@ def main() -> int:
     backend = NvidiaBackend()
     backend.runtime.select(0)
     facts["machine"] |= {"device": backend.runtime.device_name(), "triton": triton.__version__}
-    ways = {name: way for name, way in ways_here(facts).items() if not args.only or any(o in name for o in args.only)}
+    chosen = lambda names: [name for name in names if not args.only or any(o in name for o in args.only)]  # noqa: E731
+    built = backends_here(facts)
+    packed_ways = {name: packed_way(attention) for name, attention in built.items()}
+    packed_ways |= {"cudnn padded": cudnn_padded, "flash varlen": flash_varlen}
+    rest_ways = {name: attention for name, attention in built.items() if attention.support.prefix}
+    if "triton" in built:
+        rest_ways["triton recorded"] = built["triton"]
     print(
-        f"{'shape':8}{'way':14}{'device us':>11}{'TFLOP/s':>9}{'host us':>9}{'plan us':>9}{'first ms':>10}{'error':>9}"
+        f"{'shape':10}{'way':17}{'device us':>11}{'TFLOP/s':>9}{'host us':>9}{'plan us':>9}{'first ms':>10}{'error':>9}"
     )
     found = []
     for shape in args.shapes:
-        for name, way in ways.items():
+        for name in chosen(rest_ways if "+" in shape else packed_ways):
             try:
-                one = measure(backend, shape, name, way, args.replays)
+                if "+" in shape:
+                    one = measure_rest(backend, shape, name, rest_ways[name], args.replays)
+                else:
+                    one = measure(backend, shape, name, packed_ways[name], args.replays)
             except RuntimeError as error:
                 if name in BACKENDS:
                     raise
-                print(f"{shape:8}{name:14} is left out: {str(error).splitlines()[0]}")
+                print(f"{shape:10}{name:17} is left out: {str(error).splitlines()[0]}")
                 continue
             found.append(one)
             print(
-                f"{one.shape:8}{one.way:14}{one.device_us:11.1f}{one.tflops:9.0f}{one.host_us:9.1f}{one.plan_us:9.1f}"
+                f"{one.shape:10}{one.way:17}{one.device_us:11.1f}{one.tflops:9.0f}{one.host_us:9.1f}{one.plan_us:9.1f}"
                 f"{one.first_ms:10.2f}{one.error:9.4f}",
                 flush=True,
             )
@@ -106,27 +122,29 @@ def main() -> int:
     return bool(wrong)
 
 
-def ways_here(facts: dict) -> dict[str, Way]:
-    """Our backends, those whose package is here, then torch's. Notes how long each took to build."""
-    ways: dict[str, Way] = {}
+def backends_here(facts: dict) -> dict[str, AttentionBackend]:
+    """Our backends, those whose package is here. Notes how long each took to build."""
+    built: dict[str, AttentionBackend] = {}
     for name in BACKENDS:
         began = time.perf_counter()
         try:
             hardware = build_hardware_backend(HardwareConfig(hardware_platform="nvidia", attention=name))
-            attention = hardware.attention.build(NEEDS, hardware.ops)
+            built[name] = hardware.attention.build(NEEDS, hardware.ops)
         except PolyrecError as error:
             print(f"{name} is left out: {error}")
             continue
         facts["machine"][f"seconds to build {name}"] = round(time.perf_counter() - began, 2)
         if name == "flashinfer":
             facts["machine"]["versions"]["flashinfer-python"] = version("flashinfer-python")
+    return built
 
-        def way(lengths: list[int], layout: PackedLayout, attention=attention) -> Run:
-            plan = attention.packed(layout)
-            return lambda q, k, v: plan.run(0, q, k, v)
 
-        ways[name] = way
-    return ways | {"cudnn padded": cudnn_padded, "flash varlen": flash_varlen}
+def packed_way(attention: AttentionBackend) -> Way:
+    def way(lengths: list[int], layout: PackedLayout) -> Run:
+        plan = attention.packed(layout)
+        return lambda q, k, v: plan.run(0, q, k, v)
+
+    return way
 
 
 def cudnn_padded(lengths: list[int], layout: PackedLayout) -> Run:
@@ -192,6 +210,66 @@ def measure(backend: NvidiaBackend, shape: str, name: str, way: Way, replays: in
     device_us = graph_time(backend, lambda: [run(*one) for one in inputs], replays) / sets
     flops = sum(4 * HEADS * HEAD_DIM * length * (length + 1) / 2 for length in lengths)
     return Measured(shape, name, device_us, flops / device_us / 1e6, host_us, plan_us, 1e3 * first, error)
+
+
+@torch.inference_mode()
+def measure_rest(backend: NvidiaBackend, shape: str, name: str, attention: AttentionBackend, replays: int) -> Measured:
+    """The last tokens of prompts whose beginnings are cached: each layer's call, keys and values written before."""
+    requests, tokens = shape.split("x")
+    new, cached = map(int, tokens.split("+"))
+    count, recorded = int(requests), name.endswith("recorded")
+
+    def layout_of(new: int, cached: int) -> PackedLayout:
+        columns = -(-(new + cached) // PAGE_SIZE)
+        pages = 1 + torch.randperm(count * columns, dtype=torch.int32).view(count, columns)
+        table = PageTable(pages, PAGE_SIZE, new + cached, torch.full((count,), cached))
+        layout = packed_layout(torch.full((count,), new), to_device=backend.runtime.to_device, table=table)
+        return recorded_layout(layout) if recorded else layout
+
+    slots = (count * -(-(new + cached) // PAGE_SIZE) + 2 * count) * PAGE_SIZE
+    pool = KVPool(LAYERS, slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=backend.runtime.device)
+    for part in (pool.keys, pool.values):
+        part.normal_()
+    rows, layout = draw([new] * count), layout_of(new, cached)
+    plan = attention.packed(layout, pool)
+    found = plan.run(0, *rows)
+    keys, values = (part[layout.prompt_slots[:count, : new + cached]] for part in pool.layer(0))
+    error = rest_error(found, rows[0].unflatten(0, (count, new)), keys, values)
+
+    def whole(layout: PackedLayout) -> None:
+        attention.packed(layout, pool).run_written(0, *rows)
+        torch.cuda.synchronize()
+
+    first = timed(lambda: whole(layout_of(new, cached + 1)))
+    plan_us = 1e6 * statistics.median(timed(lambda: attention.packed(layout, pool)) for _ in range(5))
+    plan = attention.packed(layout, pool)
+    host_us = 1e6 * statistics.median(timed(lambda: plan.run_written(0, *rows)) for _ in range(11))
+    calls = lambda: [plan.run_written(layer, *rows) for layer in range(LAYERS)]  # noqa: E731
+    device_us = graph_time(backend, calls, replays) / LAYERS
+    flops = 4 * HEADS * HEAD_DIM * count * (new * cached + new * (new + 1) / 2)
+    return Measured(shape, name, device_us, flops / device_us / 1e6, host_us, plan_us, 1e3 * first, error)
+
+
+def recorded_layout(layout: PackedLayout) -> PackedLayout:
+    """The same sequences as a recorded prefill of so many rows knows them."""
+    table = layout.table
+    assert table is not None
+    assert table.cached is not None
+    pages = table.pages.new_zeros((PLACES, ROOM // PAGE_SIZE))
+    pages[: len(table.pages), : table.pages.shape[1]] = table.pages
+    lengths, cached = layout.lengths.new_zeros(PLACES), layout.lengths.new_zeros(PLACES)
+    lengths[: len(layout.lengths)], cached[: len(layout.lengths)] = layout.lengths, table.cached
+    return PackedLayout(lengths, layout.num_tokens, layout.num_tokens, table=PageTable(pages, PAGE_SIZE, ROOM, cached))
+
+
+def rest_error(found: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> float:
+    """Against torch's attention in fp32. query [R, new, heads, D], keys and values [R, L, kv heads, D]."""
+    new, length = query.shape[1], keys.shape[1]
+    seen = torch.ones(new, length, dtype=torch.bool, device=keys.device).tril(length - new)
+    k, v = (part.float().transpose(1, 2).repeat_interleave(HEADS // KV_HEADS, 1) for part in (keys, values))
+    expected = scaled_dot_product_attention(query.float().transpose(1, 2), k, v, attn_mask=seen)
+    expected = expected.transpose(1, 2).reshape(found.shape)
+    return float((found.float() - expected).norm() / expected.norm())
 
 
 def timed(call: Callable[[], object]) -> float:
