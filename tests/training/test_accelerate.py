@@ -97,9 +97,10 @@ def test_the_form_of_layers(monkeypatch, wanted, parameters):
     monkeypatch.setattr(accelerate, "has_triton", lambda: True)
     own, reference = with_origins(), with_origins(silu_and_mul_mm="reference")
     large = parameters >= LARGE
-    expected = "compiled" if wanted == "on" else "fused" if large else "plain"
+    compiled = wanted == "on" or (wanted == "auto" and large)
+    expected = "compiled" if compiled else "fused" if large else "plain"
     assert layer_form(wanted, parameters, own) == expected
-    expected = "compiled" if wanted == "on" or (wanted == "auto" and large) else "plain"
+    expected = "compiled" if compiled else "plain"
     assert layer_form(wanted, parameters, reference) == expected
 
 
