@@ -148,6 +148,8 @@ class AttentionConformance(_OnHardware):
         needs = self.needs(hardware, cls, dtype)
         checks.check_page_writes(cls, hardware, needs)
         checks.check_page_beams(cls, hardware, needs)
+        if cls.support.prefix:
+            checks.check_prefix_beams(cls, hardware, needs)
 
     @_HEADS
     @_DTYPES
@@ -155,7 +157,7 @@ class AttentionConformance(_OnHardware):
         needs = self.needs(hardware, cls, dtype, heads=heads)
         if not cls.support.prefix:
             pytest.skip(f"{cls.__name__} does not claim cached prefixes")
-        self._check_prefix(hardware, cls, needs)
+        checks.check_prefix(cls, hardware, needs)
 
     @pytest.mark.parametrize("widths", [(3,), (4, 2), (1, 1, 1)], ids=str)
     def test_beams_of_other_depths(self, hardware: Any, cls: Any, widths: tuple[int, ...]) -> None:
@@ -165,9 +167,7 @@ class AttentionConformance(_OnHardware):
         for head_dim in checks.claimed_head_dims(cls.support):
             needs = self.needs(hardware, cls, None, head_dim=head_dim)
             checks.check_packed(cls, hardware, needs)
-            checks.check_beams(cls, hardware, needs)
-            if cls.support.prefix:
-                checks.check_prefix(cls, hardware, needs)
+            self._check_search(hardware, cls, needs)
 
     @pytest.mark.parametrize("window", checks.WINDOWS)
     def test_sliding_window(self, hardware: Any, cls: Any, window: int) -> None:
@@ -200,13 +200,14 @@ class AttentionConformance(_OnHardware):
         for branched in (False, True):
             checks.check_packed(cls, hardware, needs, branched=branched)
         checks.check_cache(cls, hardware, needs)
-        checks.check_beams(cls, hardware, needs)
         if cls.support.prefix:
-            self._check_prefix(hardware, cls, needs)
+            checks.check_prefix(cls, hardware, needs)
+        self._check_search(hardware, cls, needs)
 
-    def _check_prefix(self, hardware: HardwareBackend, cls: type[AttentionBackend], needs: AttentionNeeds) -> None:
-        checks.check_prefix(cls, hardware, needs)
-        checks.check_prefix_beams(cls, hardware, needs)
+    def _check_search(self, hardware: HardwareBackend, cls: type[AttentionBackend], needs: AttentionNeeds) -> None:
+        """After cached prefixes, where they are claimed: it is the harder of the two."""
+        check = checks.check_prefix_beams if cls.support.prefix else checks.check_beams
+        check(cls, hardware, needs)
 
 
 def _only(hardware: HardwareBackend, cls: type[AttentionBackend]) -> Any:
