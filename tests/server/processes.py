@@ -74,11 +74,15 @@ class ServerProcess:
             self.stderr.close()
 
 
+def fake_command(folder: Path, **settings: object) -> list[str]:
+    """The command line of a server around the fake engine."""
+    return [sys.executable, str(HERE / "fake_engine.py"), str(folder), json.dumps({"port": 0, **settings})]
+
+
 @contextmanager
 def fake_server(folder: Path, wait_ready: bool = True, **settings: object) -> Iterator[ServerProcess]:
     """A server process around the fake engine."""
-    values = json.dumps({"port": 0, **settings})
-    server = ServerProcess([sys.executable, str(HERE / "fake_engine.py"), str(folder), values], wait_ready)
+    server = ServerProcess(fake_command(folder, **settings), wait_ready)
     try:
         yield server
     finally:

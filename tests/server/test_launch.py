@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from processes import WORKERS, ServerProcess, eventually, fake_server, metric
+from processes import WORKERS, ServerProcess, eventually, fake_command, fake_server, metric
 
 from polyrec.core.errors import CheckpointError, ConfigError
 from polyrec.server.launch import listen, run_server
@@ -83,11 +84,13 @@ def test_signals_end_it_cleanly(fake: Fake, folder: Path, number: signal.Signals
         assert server.process.wait(30) == 0
 
 
-def test_failed_loading_ends_the_process_with_its_error(fake: Fake, folder: Path) -> None:
+@pytest.mark.parametrize("http_workers", WORKERS)
+def test_failed_loading_ends_the_process_with_its_error(folder: Path, http_workers: int) -> None:
     (folder / "broken").touch()
-    with fake(folder, wait_ready=False) as server:
-        assert server.process.wait(30) == 1
-        assert "model_broken: The model is broken. Mend it." in server.errors()
+    command = fake_command(folder, http_workers=http_workers)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "model_broken: The model is broken. Mend it." in ended.stderr
 
 
 def test_key(fake: Fake, folder: Path) -> None:

@@ -114,7 +114,7 @@ class Worker(uvicorn.Server):
             self.should_exit = True
             return
         self._service = Service(self._engine, front, layout, chat, profile)
-        # What is loaded stays: the collector need not look through it again and again, 20 ms each time.
+        # What is loaded stays: the collector need not look through it again and again, 30 ms each time.
         gc.collect()
         gc.freeze()
         self._send(Loaded())
