@@ -10,7 +10,7 @@ import pickle
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from prometheus_client import Metric
 
@@ -139,8 +139,7 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's says so of itself in no way
 
     def data_received(self, data: bytes) -> None:
         received = self._received
