@@ -30,9 +30,9 @@ import transformers
 from facts import origin
 
 from polyrec.core.files import write_json
-from polyrec.engine.batching import SearchRequest
 from polyrec.engine.engine import EngineConfig
 from polyrec.engine.recommender import Recommender
+from polyrec.engine.searches import SearchRequest
 from polyrec.testing.tiny import write_tiny_model
 
 BATCH_SIZES = (1, 4, 8, 16)  # what transformers may choose from

@@ -95,7 +95,8 @@ def bodies_of(items: int, n: int, num: int, seed: int) -> list[bytes]:
 def stages(folder: Path) -> list[dict[str, Any]]:
     """Median µs of what a request costs apart from HTTP. send: both messages between a worker and the engine's process."""
     from polyrec.engine.folder import read_folder
-    from polyrec.engine.front import EngineFacts, Found, Front
+    from polyrec.engine.front import EngineFacts, Front
+    from polyrec.engine.searches import SearchResult
     from polyrec.server.channel import Answers, Ask, Status
     from polyrec.server.schema import RecommendBody, encode_answer, parse_body
 
@@ -108,7 +109,9 @@ def stages(folder: Path) -> list[dict[str, Any]]:
         bodies = bodies_of(items, n, 200, 1)
         requests = [parse_body(RecommendBody, body).to_request(1024) for body in bodies]
         prepared = [front.prepare(request) for request in requests]
-        found = [Found(rng.choice(NUM_ITEMS, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies]
+        found = [
+            SearchResult(rng.choice(NUM_ITEMS, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies
+        ]
         answers = [front.finish(*both) for both in zip(prepared, found, strict=True)]
 
         def send(both: Any) -> None:
@@ -186,7 +189,7 @@ class StandIn:
             time.sleep(left)
             # What it ran before it slept is taken off as well: this may be a little too small, never too large.
             self.late.append(max(0.0, time.perf_counter() - end - (self._on_core_or_queued() - before)))
-        from polyrec.engine.batching import SearchResult
+        from polyrec.engine.searches import SearchResult
 
         for request, done in batch:
             leaves = self._rng.integers(0, NUM_ITEMS - request.n) + np.arange(request.n)

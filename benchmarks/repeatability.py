@@ -18,9 +18,10 @@ from typing import Any
 
 from polyrec.bench.cases import Target
 from polyrec.core.request import RecommendRequest
-from polyrec.engine.batching import SearchRequest, SearchResult
 from polyrec.engine.engine import EngineConfig
-from polyrec.engine.recommender import Prepared, Recommender
+from polyrec.engine.front import Prepared
+from polyrec.engine.recommender import Recommender
+from polyrec.engine.searches import SearchRequest, SearchResult
 from polyrec.kvcache.options import KVConfig
 
 ASKED = ((490, 50), (60, 50), (60, 512))  # items of the history, n

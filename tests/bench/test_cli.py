@@ -9,7 +9,7 @@ import pytest
 
 from polyrec.bench.offline import fault_of_scores, with_settings
 from polyrec.core.errors import ConfigError
-from polyrec.engine.batching import SearchResult
+from polyrec.engine.searches import SearchResult
 
 
 def bench(*words, status=0):

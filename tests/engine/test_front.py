@@ -1,7 +1,8 @@
-"""The front, in whatever process, prepares and finishes exactly as the recommender does, and needs no torch for it."""
+"""The front prepares and finishes in whatever process, and needs no torch for it."""
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -11,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polyrec.core.errors import RequestError
-from polyrec.core.files import read_json
-from polyrec.core.request import Recommendation, RecommendRequest
+from polyrec.core.request import Recommendation, RecommendedItem, RecommendRequest
+from polyrec.data.prompt import PromptConfig
 from polyrec.engine.folder import read_folder
-from polyrec.engine.front import EngineFacts, Found, Front
+from polyrec.engine.front import EngineFacts, Front
 from polyrec.engine.recommender import Recommender
+from polyrec.engine.searches import SearchResult
 from polyrec.testing.tiny import write_tiny_model
 
 NUM_ITEMS = 90
@@ -50,9 +52,8 @@ def recommender(folder):
 
 @pytest.fixture(scope="module")
 def front(folder, recommender):
-    vocab_size = read_json(folder / "config.json")["vocab_size"]
-    facts = EngineFacts("level", recommender.max_prompt_tokens, vocab_size, recommender.engine.trie.num_leaves)
-    return Front.of_folder(read_folder(folder), facts)
+    """As a process without the engine makes it: from the folder, and what it was told."""
+    return Front.of_folder(read_folder(folder), pickle.loads(pickle.dumps(recommender.front.facts)))
 
 
 def outcome(function, *args):
@@ -92,15 +93,22 @@ def test_a_prompt_of_the_longest_length_is_taken_and_a_longer_one_is_not(front):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(leaves=st.lists(st.integers(0, NUM_ITEMS - 1), unique=True, max_size=NUM_ITEMS))
-def test_finishes_as_the_recommender_does(front, recommender, leaves):
+def test_an_answer_is_its_items_one_by_one(front, leaves):
     prepared = front.prepare(RecommendRequest(history=["item-1", "nothing"], n=3))
-    found = Found(np.array(leaves, np.int64), -np.arange(len(leaves), dtype=np.float32) / 7)
-    assert front.finish(prepared, found) == recommender.finish(prepared, found)
+    scores = -np.arange(len(leaves), dtype=np.float32) / 7
+    answer = front.finish(prepared, SearchResult(np.array(leaves, np.int64), scores))
+    catalog = front.catalog
+    for leaf, score, item in zip(leaves, scores.tolist(), answer.items, strict=True):
+        row = int(catalog.trie.rows[leaf])
+        assert item == RecommendedItem(
+            catalog.item_ids[row], score, front.layout.text(catalog.codes[row]), catalog.names[row]
+        )
+    assert (answer.score_rule, answer.source, answer.unknown_items) == ("level", "model", ("nothing",))
 
 
 def three_of(front):
     prepared = front.prepare(RecommendRequest(history=["item-1"], n=3))
-    return front.finish(prepared, Found(np.arange(3), np.zeros(3, np.float32))).items
+    return front.finish(prepared, SearchResult(np.arange(3), np.zeros(3, np.float32))).items
 
 
 def test_answers_are_plain_python(front):
@@ -112,7 +120,7 @@ def test_answers_are_plain_python(front):
 def test_names_may_be_missing(recommender, front):
     catalog = recommender.catalog
     nameless = type(catalog)(list(catalog.item_ids), catalog.codes, [None] * len(catalog), catalog.counts)
-    other = Front(nameless, front.layout, "basket", recommender.prompt_of, front.facts)
+    other = Front(nameless, front.layout, "basket", PromptConfig(), front.facts)
     assert [item.name for item in three_of(other)] == [None] * 3
 
 

@@ -14,10 +14,10 @@ from reference import random_items, tiny_model
 
 from polyrec.attention.sdpa import SdpaAttention
 from polyrec.core.errors import PolyrecError
-from polyrec.engine.batching import SearchRequest
 from polyrec.engine.engine import Engine, EngineConfig
 from polyrec.engine.graphs import GraphRunner, GraphSizes
 from polyrec.engine.scheduler import BatchLimits
+from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
 from polyrec.hardware.base.attention import AttentionPlan, PackedLayout
 from polyrec.kvcache.options import PAGE_SIZE, KVConfig

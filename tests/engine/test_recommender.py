@@ -262,7 +262,7 @@ def test_async_callers_get_their_own_answers(recommender):
 def test_histories_longer_than_the_positions_are_refused_at_loading(folder, recommender):
     """Where the longest prompt just fits and where it lacks one."""
     contents, model = read_folder(folder), copy.deepcopy(recommender._model)
-    longest = recommender._prompts.max_tokens
+    longest = recommender.front.prompts.max_tokens
     for positions, fits in [(longest + 3, True), (longest + 2, False)]:
         model.config = model.config.model_copy(update={"max_position_embeddings": positions})
         if fits:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from reference import beam_search, random_items, tiny_model
 
 from polyrec.core.request import SCORE_RULES
-from polyrec.engine.batching import SearchRequest
 from polyrec.engine.engine import Engine, EngineConfig
 from polyrec.engine.scheduler import BatchLimits
+from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
 from polyrec.sid.layout import SidLayout
 from polyrec.sid.trie import build_trie

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyrec.engine.batching import SearchRequest
 from polyrec.engine.engine import Engine, EngineConfig
 from polyrec.engine.graphs import GraphSizes
 from polyrec.engine.scheduler import BatchLimits
+from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.kvcache.options import KVConfig
 from polyrec.models.qwen3 import SPEC

@@ -190,7 +190,7 @@ def test_a_model_folder_written_by_half_does_not_load(
             run.train(data, out, config, backend, force=over_another)
     assert not run.is_finished(data, out, config)
     if writer == "write_json":  # the mark of a finished run: by then all is there
-        assert Recommender.from_pretrained(out, backend=backend)._prompts.config == config.prompt
+        assert Recommender.from_pretrained(out, backend=backend).front.prompts.config == config.prompt
     else:
         with pytest.raises(PolyrecError):
             Recommender.from_pretrained(out, backend=backend)

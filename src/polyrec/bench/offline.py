@@ -12,10 +12,11 @@ import numpy as np
 from ..core.config import make_settings
 from ..core.errors import ConfigError
 from ..core.request import RecommendRequest
-from ..engine.batching import SearchResult
 from ..engine.engine import EngineConfig
 from ..engine.folder import read_folder
-from ..engine.recommender import Prepared, Recommender
+from ..engine.front import Prepared
+from ..engine.recommender import Recommender
+from ..engine.searches import SearchResult
 from ..hardware.base.backend import HardwareBackend
 from ..models.checkpoint import load_model
 from ..models.options import ModelOptions

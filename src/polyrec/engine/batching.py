@@ -13,26 +13,7 @@ from ..hardware.base.attention import PageTable
 from ..hardware.ops.search import NodeFilter
 from ..kvcache.prefix import Held
 from ..sid.trie import Trie, dead_nodes, live_nodes
-
-
-@dataclass(frozen=True)
-class SearchRequest:
-    """One search. prompt: token ids int64 [T]. n items of `beam_width` prefixes come back. excluded, allowed: leaf numbers of
-    the trie that may not, or alone may, be returned."""
-
-    prompt: np.ndarray
-    n: int
-    beam_width: int
-    excluded: np.ndarray | None = None
-    allowed: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Best first. leaves: int64 [<= n] leaf numbers of the trie. scores: fp32, log-probabilities under the engine's rule."""
-
-    leaves: np.ndarray
-    scores: np.ndarray
+from .searches import SearchRequest, SearchResult
 
 
 @dataclass(frozen=True)

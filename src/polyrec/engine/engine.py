@@ -22,12 +22,13 @@ from ..models.options import ModelOptions
 from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
-from .batching import SearchRequest, SearchResult, make_batch, split_results
+from .batching import make_batch, split_results
 from .graphs import GraphSizes
 from .memory import PromptMemory
 from .runner import make_runner
 from .scheduler import BatchLimits, Candidate, choose_batch
 from .search import Searcher
+from .searches import SearchRequest, SearchResult
 
 Done = Callable[[SearchResult | None], None]
 

@@ -21,8 +21,9 @@ from ..core.errors import DataError, RequestError
 from ..core.files import atomic_path
 from ..core.request import Recommendation, RecommendRequest
 from ..data.readers import SUFFIXES
+from .front import Prepared
 from .history_files import HistorySource, UserHistory
-from .recommender import Prepared, Recommender
+from .recommender import Recommender
 
 SCHEMA: dict[str, Any] = {
     "user": pl.String,

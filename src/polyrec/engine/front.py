@@ -1,11 +1,11 @@
 """What surrounds a search: a request becomes a prompt, found leaves become an answer. It knows the catalog, not the model.
 
-It can stand in another process than the engine, so nothing here imports torch, and `Search` and `Found` are cheap to send.
+It can stand in another process than the engine, so nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,42 +15,21 @@ import numpy as np
 from ..core.errors import RequestError
 from ..core.request import Recommendation, RecommendedItem, RecommendRequest, ScoreRule
 from ..data.histories import Kind
-from ..data.prompt import PromptBuilder
+from ..data.prompt import PromptBuilder, PromptConfig
 from ..sid.catalog import Catalog
 from ..sid.layout import SidLayout, code_token
 from ..sid.strings import Strings
 from ..sid.trie import leaves_of_rows
 from .folder import ModelFolder
 from .history import ParsedHistory, check_counts, item_list, parse_history, row_of
-
-PromptOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Search:
-    """What the engine is asked. prompt: token ids int64 [T]. n items of `beam_width` prefixes come back. excluded, allowed:
-    leaf numbers of the trie that may not, or alone may, be returned."""
-
-    prompt: np.ndarray
-    n: int
-    beam_width: int
-    excluded: np.ndarray | None = None
-    allowed: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the engine answers, best first. leaves: int64 [<= n] leaf numbers of the trie. scores: fp32."""
-
-    leaves: np.ndarray
-    scores: np.ndarray
+from .searches import SearchRequest, SearchResult
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A validated request: its search, and the history's entries that were dropped."""
 
-    search: Search
+    search: SearchRequest
     unknown: tuple[str, ...]
 
 
@@ -65,18 +44,17 @@ class EngineFacts:
 
 
 class Front:
-    """Prepares requests and finishes answers, for any number of threads. prompt_of: catalog rows int [H] and basket ordinals
-    int [H] -> token ids int64 [T]."""
+    """Prepares requests and finishes answers, for any number of threads."""
 
     def __init__(
-        self, catalog: Catalog, layout: SidLayout, kind: Kind, prompt_of: PromptOf, facts: EngineFacts
+        self, catalog: Catalog, layout: SidLayout, kind: Kind, prompt: PromptConfig, facts: EngineFacts
     ) -> None:
         assert facts.num_leaves == catalog.trie.num_leaves, "the engine searches another catalog"
         self.catalog = catalog
         self.layout = layout
         self.facts = facts
         self._kind = kind
-        self._prompt_of = prompt_of
+        self.prompts = PromptBuilder(layout, prompt)
         # Every code's text, made once: an answer of 512 items looks up 1,536 of them in 0.06 ms instead of writing them in 2.
         self._texts = [
             [code_token(level, code) for code in range(size)] for level, size in enumerate(layout.codebook_sizes)
@@ -84,13 +62,20 @@ class Front:
 
     @classmethod
     def of_folder(cls, folder: ModelFolder, facts: EngineFacts) -> Front:
-        """The front of a folder read in this process, without an engine."""
-        builder = PromptBuilder(folder.layout, folder.prompt)
+        """The front of a folder read in this process, wherever its engine is."""
+        return cls(folder.catalog, folder.layout, folder.kind, folder.prompt, facts)
 
-        def prompt_of(rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
-            return builder.build(folder.catalog.codes[rows], baskets)
+    def prompt_of(self, rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
+        """Token ids int64 [T] of a history: catalog rows int [H] and basket ordinals int [H]; the trainer builds the same."""
+        return self.prompts.build(self.catalog.codes[rows], baskets)
 
-        return cls(folder.catalog, folder.layout, folder.kind, prompt_of, facts)
+    def beam_width(self, n: int, beam_width: int | None) -> int:
+        """More prefixes than items cannot live, and memory is reserved for each."""
+        return min(beam_width or n, len(self.catalog))
+
+    def leaves_of(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The trie's leaves of catalog rows."""
+        return self._leaves[rows]
 
     def prepare(self, request: RecommendRequest) -> Prepared | Recommendation:
         """Validates a request and builds its search; a cold history is answered at once by popularity. Errors: RequestError."""
@@ -104,14 +89,14 @@ class Front:
             return self._popular(request, parsed, excluded, allowed)
         # A model of sequences has seen each item as a basket of its own.
         baskets = parsed.baskets if self._kind == "basket" else np.arange(len(parsed.rows))
-        prompt = self._prompt_of(parsed.rows, baskets)
+        prompt = self.prompt_of(parsed.rows, baskets)
         self._check_length(prompt)
-        search = Search(
+        search = SearchRequest(
             prompt=prompt,
             n=request.n,
-            beam_width=self._beam_width(request.n, request.beam_width),
-            excluded=self._leaves[excluded] if excluded else None,
-            allowed=None if allowed is None else self._leaves[allowed],
+            beam_width=self.beam_width(request.n, request.beam_width),
+            excluded=self.leaves_of(excluded) if excluded else None,
+            allowed=None if allowed is None else self.leaves_of(allowed),
         )
         return Prepared(search, parsed.unknown)
 
@@ -126,9 +111,9 @@ class Front:
         self._check_length(prompt)
         if prompt.min() < 0 or prompt.max() >= self.facts.vocab_size:
             raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
-        return Prepared(Search(prompt, n, self._beam_width(n, beam_width)), ())
+        return Prepared(SearchRequest(prompt, n, self.beam_width(n, beam_width)), ())
 
-    def finish(self, prepared: Prepared, found: Found) -> Recommendation:
+    def finish(self, prepared: Prepared, found: SearchResult) -> Recommendation:
         """Leaves of the trie -> items with names and scores."""
         items = self._items(self.catalog.trie.rows[found.leaves], found.scores)
         return Recommendation(items, self.facts.score_rule, "model", prepared.unknown)
@@ -147,10 +132,6 @@ class Front:
                 f"The prompt has {len(prompt)} tokens, the model takes {self.facts.max_prompt_tokens}.",
                 "Shorten the history.",
             )
-
-    def _beam_width(self, n: int, beam_width: int | None) -> int:
-        """More prefixes than items cannot live, and memory is reserved for each."""
-        return min(beam_width or n, len(self.catalog))
 
     def _known_rows(self, item_ids: Sequence[str], request: RecommendRequest, field: str) -> list[int]:
         items = item_list(item_ids, field)

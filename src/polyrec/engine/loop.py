@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from ..core.errors import PolyrecError, RequestError
 from ..core.request import Recommendation, RecommendRequest
-from .batching import SearchRequest, SearchResult
-from .front import Found, Search
-from .recommender import Prepared, Recommender
+from .front import Prepared
+from .recommender import Recommender
+from .searches import SearchRequest, SearchResult
 
 _IDLE_WAIT_S = 0.05
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Asked:
     """A search in the queue. deadline: `time.monotonic` seconds, or None."""
 
-    search: Search | SearchRequest
+    search: SearchRequest
     future: Future[Any]
     deadline: float | None
 
@@ -64,10 +64,10 @@ class EngineLoop:
         cache's own; and how many pages are free, kept, used and on the host after the last batch."""
         return dict(self._stats)
 
-    def search(self, search: Search, deadline: float | None = None) -> Future[Found]:
+    def search(self, search: SearchRequest, deadline: float | None = None) -> Future[SearchResult]:
         """Queues a search. deadline: `time.monotonic` seconds; who still waits then gets RequestError `deadline_exceeded`.
         Errors: RequestError `queue_full`, `stopping`."""
-        future: Future[Found] = Future()
+        future: Future[SearchResult] = Future()
         self._enqueue(Asked(search, future, deadline))
         return future
 
@@ -149,7 +149,7 @@ class EngineLoop:
                     started = time.perf_counter()
                     for asked in waiting:
                         unanswered.add(asked.future)
-                        engine.submit(_request(asked.search), self._answer(asked.future), asked.deadline)
+                        engine.submit(asked.search, self._answer(asked.future), asked.deadline)
                     if engine.step():
                         self._stats["batches"] += 1
                     unanswered = {future for future in unanswered if not future.done()}
@@ -218,7 +218,7 @@ class EngineLoop:
                 future.set_exception(_expired())
             else:
                 self._stats["requests"] += 1
-                future.set_result(Found(result.leaves, result.scores))
+                future.set_result(result)
 
         return done
 
@@ -233,13 +233,6 @@ class _Unfinished(Future[Recommendation]):
     def result(self, timeout: float | None = None) -> Recommendation:
         found: Any = super().result(timeout)
         return self._recommender.finish(self._prepared, found)
-
-
-def _request(search: Search | SearchRequest) -> SearchRequest:
-    """The engine's own type, which the front cannot have: it is defined beside tensors."""
-    if isinstance(search, SearchRequest):
-        return search
-    return SearchRequest(search.prompt, search.n, search.beam_width, search.excluded, search.allowed)
 
 
 def _expired() -> RequestError:

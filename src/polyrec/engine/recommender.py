@@ -1,4 +1,4 @@
-"""From a user's history to recommended items: the engine's front, for Python callers, files, evaluation and the server."""
+"""From a user's history to recommended items: engine and front in one object, for Python callers, files and evaluation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..core.config import make_settings
-from ..core.errors import CheckpointError, ConfigError, RequestError
-from ..core.request import Recommendation, RecommendedItem, RecommendRequest
+from ..core.errors import CheckpointError, ConfigError
+from ..core.request import Recommendation, RecommendRequest
 from ..data.histories import EvalSet
 from ..data.prompt import PromptBuilder
 from ..hardware import HardwareBackend, HardwareConfig, get_hardware_backend
@@ -24,22 +22,15 @@ from ..hardware.base.config import Fallback, Verify
 from ..models.checkpoint import load_model
 from ..models.options import Dtype, ModelOptions, Quantization
 from ..models.spec import Decoder
-from ..sid.trie import MAX_COMPLETE_LEAVES, complete_trie, leaves_of_rows
-from .batching import SearchRequest, SearchResult
+from ..sid.trie import MAX_COMPLETE_LEAVES, complete_trie
 from .engine import Engine, EngineConfig
 from .folder import ModelFolder, read_folder
-from .history import ParsedHistory, check_counts, item_list, parse_history, row_of
+from .front import EngineFacts, Front, Prepared
+from .history import row_of
 from .memory import check_fits, longest_prompt
+from .searches import SearchRequest, SearchResult
 
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A validated request: its search, and the history's entries that were dropped."""
-
-    search: SearchRequest
-    unknown: tuple[str, ...]
 
 
 def choose_backend(backend: HardwareBackend | None, flags: Mapping[str, Any]) -> HardwareBackend:
@@ -70,18 +61,19 @@ class Recommender:
         self._backend = backend
         self._config = config or EngineConfig()
         self.score_rule = self._config.score_rule
-        self._prompts = PromptBuilder(folder.layout, folder.prompt)
+        longest = PromptBuilder(folder.layout, folder.prompt).max_tokens
         most = model.config.max_position_embeddings - folder.layout.depth
-        if self._prompts.max_tokens > most:  # else long histories would run past them unseen
+        if longest > most:  # else long histories would run past them unseen
             raise CheckpointError(
                 "positions_too_few",
-                f"{folder.path}: histories of {folder.prompt.max_items} items make prompts of {self._prompts.max_tokens} "
+                f"{folder.path}: histories of {folder.prompt.max_items} items make prompts of {longest} "
                 f"tokens, the model takes {most}.",
                 "Use a model with more max_position_embeddings, or train with a lower prompt.max_items.",
             )
         trie = folder.catalog.trie
-        self._leaves = leaves_of_rows(trie)
         self.engine = Engine(model, folder.layout, trie, backend, self._config)
+        facts = EngineFacts(self.score_rule, self.max_prompt_tokens, model.config.vocab_size, trie.num_leaves)
+        self.front = Front.of_folder(folder, facts)
         self.lock = threading.Lock()  # held by whoever runs the engine
 
     @classmethod
@@ -188,58 +180,20 @@ class Recommender:
         return [item if isinstance(item, Recommendation) else self.finish(item, next(results)) for item in prepared]
 
     def prepare(self, request: RecommendRequest) -> Prepared | Recommendation:
-        """Validates a request and builds its search; a cold history is answered at once by popularity."""
-        check_counts(request.n, request.beam_width)
-        parsed = parse_history(request, self.catalog, self.layout)
-        excluded = [*self._known_rows(request.exclude, request, "exclude")]
-        if request.exclude_seen:
-            excluded += parsed.rows.tolist()
-        allowed = None if request.allow is None else self._known_rows(request.allow, request, "allow")
-        if len(parsed.rows) == 0:
-            return self._popular(request, parsed, excluded, allowed)
-        # A model of sequences has seen each item as a basket of its own.
-        baskets = parsed.baskets if self.kind == "basket" else np.arange(len(parsed.rows))
-        prompt = self.prompt_of(parsed.rows, baskets)
-        self._check_length(prompt)
-        search = SearchRequest(
-            prompt=prompt,
-            n=request.n,
-            beam_width=self._beam_width(request.n, request.beam_width),
-            excluded=self._leaves[excluded] if excluded else None,
-            allowed=None if allowed is None else self._leaves[allowed],
-        )
-        return Prepared(search, parsed.unknown)
+        """Validates a request and builds its search; a cold history is answered at once by popularity. Errors: RequestError."""
+        return self.front.prepare(request)
 
     def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
-        """A search from a ready prompt, which must end with `<|sid_begin|>`."""
-        check_counts(n, beam_width)
-        prompt = np.asarray(token_ids, np.int64)
-        if len(prompt) == 0 or prompt[-1] != self.layout.begin:
-            raise RequestError(
-                "prompt_end", "The prompt does not end with <|sid_begin|>.", "End it with <|sid_begin|>."
-            )
-        self._check_length(prompt)
-        if prompt.min() < 0 or prompt.max() >= self._model.config.vocab_size:
-            raise RequestError("prompt_token", "The prompt has a token id outside the vocabulary.", "Tokenize it anew.")
-        return Prepared(SearchRequest(prompt, n, self._beam_width(n, beam_width)), ())
-
-    def _check_length(self, prompt: np.ndarray) -> None:
-        if len(prompt) > self.max_prompt_tokens:
-            raise RequestError(
-                "prompt_too_long",
-                f"The prompt has {len(prompt)} tokens, the model takes {self.max_prompt_tokens}.",
-                "Shorten the history.",
-            )
+        """A search from a ready prompt, which must end with `<|sid_begin|>`. Errors: RequestError."""
+        return self.front.prepare_prompt(token_ids, n, beam_width)
 
     def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
         """Leaves of the trie -> items with names and scores."""
-        rows = self.engine.trie.rows[result.leaves]
-        items = [self._item(int(row), float(score)) for row, score in zip(rows, result.scores, strict=True)]
-        return Recommendation(tuple(items), self.score_rule, "model", prepared.unknown)
+        return self.front.finish(prepared, result)
 
     def prompt_of(self, rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
         """Token ids int64 [T] of a history: catalog rows int [H] and basket ordinals int [H]; the trainer builds the same."""
-        return self._prompts.build(self.catalog.codes[rows], baskets)
+        return self.front.prompt_of(rows, baskets)
 
     def rank_rows(
         self,
@@ -254,7 +208,7 @@ class Recommender:
         searches = []
         for index in range(len(eval_set)):
             rows, baskets = eval_set.history(index)
-            excluded = self._leaves[np.unique(rows)] if mask_seen else None
+            excluded = self.front.leaves_of(np.unique(rows)) if mask_seen else None
             searches.append(SearchRequest(self.prompt_of(rows, baskets), k, width, excluded))
         ranked = np.full((len(eval_set), k), -1, np.int32)
         with self.lock:
@@ -285,46 +239,3 @@ class Recommender:
         leaves = np.concatenate([result.leaves for result in results])
         codes = np.stack(np.unravel_index(leaves, self.layout.codebook_sizes), axis=1)
         return float(np.mean([self.catalog.row_of_codes(sid) is None for sid in codes]))
-
-    def _beam_width(self, n: int, beam_width: int | None) -> int:
-        """More prefixes than items cannot live, and memory is reserved for each."""
-        return min(beam_width or n, len(self.catalog))
-
-    def _known_rows(self, item_ids: Sequence[str], request: RecommendRequest, field: str) -> list[int]:
-        items = item_list(item_ids, field)
-        rows = [self.row_of(item) for item in items]
-        missing = [item for item, row in zip(items, rows, strict=True) if row is None]
-        if missing and (request.unknown == "error" or (field == "allow" and len(missing) == len(items))):
-            raise RequestError(
-                "unknown_items",
-                f"{len(missing)} of {len(items)} items in '{field}' are not in the catalog, the first is '{missing[0]}'.",
-                "Send ids of the catalog.",
-            )
-        return [row for row in rows if row is not None]
-
-    @cached_property
-    def _by_popularity(self) -> np.ndarray:
-        """All rows, the most popular first: sorted once, not for every cold history (0.05 s with a million items)."""
-        return self.catalog.popular(len(self.catalog))
-
-    def _popular(
-        self, request: RecommendRequest, parsed: ParsedHistory, excluded: list[int], allowed: list[int] | None
-    ) -> Recommendation:
-        if request.cold == "error":
-            raise RequestError(
-                "cold_history",
-                f"None of the {len(parsed.unknown)} items of the history is in the catalog.",
-                "Send at least one known item, or let cold be 'popular'.",
-            )
-        legal = np.ones(len(self.catalog), bool)
-        if allowed is not None:
-            legal[:] = False
-            legal[allowed] = True
-        legal[excluded] = False
-        rows = self._by_popularity[legal[self._by_popularity]][: request.n]
-        items = tuple(self._item(int(row), float(self.catalog.counts[row])) for row in rows)
-        return Recommendation(items, self.score_rule, "popularity", parsed.unknown)
-
-    def _item(self, row: int, score: float) -> RecommendedItem:
-        sid = self.layout.text(self.catalog.codes[row])
-        return RecommendedItem(self.catalog.item_ids[row], score, sid, self.catalog.names[row])

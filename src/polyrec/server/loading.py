@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.files import read_json
 from ..core.request import RecommendRequest
 from .chat import ChatPrompt, load_template
 from .logs import FIELDS, LOGGER
@@ -19,9 +18,7 @@ from .state import ServerState, Service
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
-    from ..engine.front import Front
     from ..engine.loop import EngineLoop
-    from ..engine.recommender import Recommender
     from ..hardware.base.backend import HardwareBackend
     from ..hardware.base.runtime import Runtime
     from ..kvcache.options import KVConfig
@@ -92,8 +89,7 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     )
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
-    front = front_of(recommender, folder)
-    state.facts = front.facts
+    state.facts = recommender.front.facts
     state.stage = "recording_graphs"
     graph_bytes = recommender.engine.record_graphs()
     tell_memory(recommender.engine, settings.kv, graph_bytes)
@@ -101,20 +97,8 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
     _answer_one(loop, recommender.catalog.item_ids[0])
-    return Service(loop, front, recommender.layout, chat, _profile_of(loop, backend.runtime, settings.profile_dir))
-
-
-def front_of(recommender: Recommender, folder: Path) -> Front:
-    """The front of an engine in this process, on the engine's own catalog."""
-    from ..engine.front import EngineFacts, Front
-
-    facts = EngineFacts(
-        score_rule=recommender.score_rule,
-        max_prompt_tokens=recommender.max_prompt_tokens,
-        vocab_size=read_json(folder / "config.json")["vocab_size"],
-        num_leaves=recommender.engine.trie.num_leaves,
-    )
-    return Front(recommender.catalog, recommender.layout, recommender.kind, recommender.prompt_of, facts)
+    profile = _profile_of(loop, backend.runtime, settings.profile_dir)
+    return Service(loop, recommender.front, recommender.layout, chat, profile)
 
 
 def served_kv(kv: KVConfig, backend: HardwareBackend) -> KVConfig:

@@ -13,7 +13,8 @@ from ..core.request import Recommendation, RecommendRequest
 from ..sid.layout import SidLayout
 
 if TYPE_CHECKING:
-    from ..engine.front import Found, Prepared, Search
+    from ..engine.front import Prepared
+    from ..engine.searches import SearchRequest, SearchResult
     from .chat import ChatPrompt
     from .profile import Profile
     from .remote import RemoteProfile
@@ -22,7 +23,7 @@ READY, DRAINING, ENGINE_STOPPED = "ready", "draining", "engine_stopped"
 
 
 class Front(Protocol):
-    """The part of engine.front.Front that the server uses. `Found` is what the loop finds."""
+    """The part of engine.front.Front that the server uses."""
 
     def prepare(self, request: RecommendRequest) -> Prepared | Recommendation:
         """A request's search, or its answer where none is needed; RequestError."""
@@ -30,14 +31,16 @@ class Front(Protocol):
     def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
         """The search of a prompt that ends with `<|sid_begin|>`; RequestError."""
 
-    def finish(self, prepared: Prepared, found: Found) -> Recommendation:
+    def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
         """The answer."""
 
 
 class Loop(Protocol):
     """The part of engine.loop.EngineLoop that the server uses."""
 
-    def search(self, search: Search, deadline: float | None = None) -> Future[Found] | asyncio.Future[Found]:
+    def search(
+        self, search: SearchRequest, deadline: float | None = None
+    ) -> Future[SearchResult] | asyncio.Future[SearchResult]:
         """Queues a search; RequestError `queue_full` (429) when too many wait. deadline: `time.monotonic` seconds."""
 
     def drain(self, timeout: float | None = None) -> object:
