@@ -82,14 +82,25 @@ def test_workers_end_with_the_engine_s_process(folder: Path) -> None:
         eventually(lambda: all(map(is_gone, workers)), "both ended")
 
 
+def blocks_signals(pid: int) -> bool:
+    """Whether SIGINT and SIGTERM wait."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    blocked = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))
+    return all(blocked >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+
+
 @linux
 def test_signals_to_workers_change_nothing(folder: Path) -> None:
     """A terminal's Ctrl-C reaches all processes; the engine's decides."""
     with fake_server(folder, http_workers=2) as server:
-        for pid in workers_of(server.process.pid):
+        workers = workers_of(server.process.pid)
+        assert len(workers) == 2
+        for pid in workers:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
         assert [answer(server.url) for _ in range(10)] == [200] * 10
+        assert workers_of(server.process.pid) == workers, "none ended, nor was replaced"
+        assert all(map(blocks_signals, workers))
         server.terminate()
         assert server.process.wait(60) == 0
         assert "Traceback" not in server.errors()

@@ -16,6 +16,7 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
@@ -122,6 +123,8 @@ class WorkerPool:
             target=run_worker, args=(its, self._listener, self._start), name="polyrec-http", daemon=True
         )
         # The mask is inherited: a terminal's Ctrl-C, which all processes get, does not end the workers before their requests.
+        # The resource tracker, which the first spawned process would start, lifts such a mask when it has started.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             process.start()
