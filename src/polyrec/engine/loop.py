@@ -180,7 +180,7 @@ class EngineLoop:
                 future.set_result(function())
             except PolyrecError as error:
                 future.set_exception(error)
-            except BaseException:
+            except BaseException:  # whoever waits is told, and the error goes on: it ends the thread
                 self._fail_unanswered([future])
                 raise
 
