@@ -190,6 +190,13 @@ def test_a_request_whose_time_is_over_is_not_run(parts, monkeypatch):
     assert engine.step() == 0
 
 
+def test_a_prompt_that_fits_no_batch_does_not_wait(parts):
+    engine = make_engine(parts)
+    with pytest.raises(AssertionError):
+        engine.run([request(np.zeros(120, int))])
+    assert engine.run([request(np.zeros(119, int))])[0].leaves.size == 4
+
+
 def test_a_length_beyond_the_models_positions_is_refused(parts):
     with pytest.raises(PolyrecError) as caught:
         make_engine(parts, max_length=10**6)

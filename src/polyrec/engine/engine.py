@@ -124,6 +124,8 @@ class Engine:
 
         deadline: `time.monotonic` seconds. Where the request still waits then, it is not run, and `done` gets None.
         """
+        # The front refuses longer ones; here they would wait for pages that there are not.
+        assert len(request.prompt) <= self.memory.max_prompt, "a prompt that no batch can take"
         num_cached = self.memory.prefixes.peek(request.prompt)
         self._waiting.append(Waiting(request, done, num_cached, time.monotonic(), deadline))
 
