@@ -71,13 +71,13 @@ def outcome(function, *args):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(request=REQUESTS)
-def test_prepares_as_the_recommender_does(front, recommender, request):
+def test_elsewhere_it_prepares_as_beside_the_engine(front, recommender, request):
     assert outcome(front.prepare, request) == outcome(recommender.prepare, request)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(tokens=st.lists(st.integers(-1, 200), max_size=200), n=st.integers(0, 100), ends=st.booleans())
-def test_prepares_prompts_as_the_recommender_does(front, recommender, tokens, n, ends):
+def test_elsewhere_it_prepares_prompts_as_beside_the_engine(front, recommender, tokens, n, ends):
     tokens = [*tokens, recommender.layout.begin] if ends else tokens
     assert outcome(front.prepare_prompt, tokens, n) == outcome(recommender.prepare_prompt, tokens, n)
 

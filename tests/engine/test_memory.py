@@ -176,6 +176,34 @@ def test_a_failed_batch_gives_its_pages_back(parts, monkeypatch):
     assert engine.num_waiting == 0
 
 
+def test_a_batch_that_is_not_waited_for_gives_its_pages_back(parts, monkeypatch):
+    """Ctrl-C while the device works: on the batch that is waited for, and on the next one, which is launched already."""
+
+    class Event:
+        def synchronize(self):
+            raise KeyboardInterrupt
+
+    engine = make_engine(parts, prefix_cache=False, max_requests=1)
+    free = engine.memory.prefixes.num_free
+    for overlaps in (False, True):
+        engine._overlaps = overlaps
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runtime, "to_host_async", lambda tensor: (tensor, Event()))
+            with pytest.raises(KeyboardInterrupt):
+                engine.run([request(np.arange(20))] * 3)
+        assert engine.memory.prefixes.num_free == free
+        assert engine.num_waiting == 0
+    broken = iter((engine._runner.run, lambda batch: stop()))
+    monkeypatch.setattr(engine._runner, "run", lambda batch: next(broken)(batch))
+    with pytest.raises(KeyboardInterrupt):  # while the next one is launched
+        engine.run([request(np.arange(20))] * 3)
+    assert engine.memory.prefixes.num_free == free
+
+
+def stop():
+    raise KeyboardInterrupt
+
+
 def test_a_request_whose_time_is_over_is_not_run(parts, monkeypatch):
     engine = make_engine(parts)
     answers = {}

@@ -135,15 +135,18 @@ class Engine:
         While the device works, the host launches the next batch if that is full: one that is not may still grow.
         """
         self._drop_expired()
-        current = self._in_flight or self._launch(self._choose())
+        current, self._in_flight = self._in_flight or self._launch(self._choose()), None
         if current is None:
             return 0
-        self._in_flight = self._launch_full() if self._overlaps else None
-        current.finished.synchronize()
-        results = split_results(
-            [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
-        )
-        self._release(current.held)
+        try:
+            if self._overlaps:
+                self._in_flight = self._launch_full()
+            current.finished.synchronize()
+            results = split_results(
+                [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
+            )
+        finally:  # also after a fault or Ctrl-C: whoever uses the engine next finds all pages
+            self._release(current.held)
         for waiting, result in zip(current.chosen, results, strict=True):
             waiting.done(result)
         return len(current.chosen)
