@@ -1,8 +1,8 @@
 """Products of few e4m3 rows: the Triton kernel beside torch._scaled_mm, on the 1.7B model's shapes.
 
 Each time is the median over replays of a graph that holds one call for each of several weights, together larger than the L2
-cache, as in a model's pass. With --sweep every tile that may do is timed, not only the one that `ops/few_rows.py` chooses: what
-is best for each shape is that file's table.
+cache, as in a model's pass. With --sweep every tile that may do is timed, not only the one that `ops/few_rows.py` chooses: that
+file's constants come from what is best here.
 
     python benchmarks/few_rows_mm.py             # 20 rows of a table, under a minute on an H200
     python benchmarks/few_rows_mm.py --sweep --out benchmarks/results/few_rows_mm.json      # some minutes on 16 cores
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend
 from polyrec.hardware.backends.cuda_like.kernels.few_rows_mm import few_rows_scaled_mm
-from polyrec.hardware.backends.cuda_like.ops.few_rows import SHALLOW, TILES, Tiling, splits_of, takes, tiling
+from polyrec.hardware.backends.cuda_like.ops.few_rows import COLUMNS, Tiling, takes, tiling
 from polyrec.hardware.ops import REFERENCE_OPS
 
 MOST_ERROR = (
@@ -35,6 +35,7 @@ MOST_ERROR = (
 )
 SHARED_MEMORY = 220 * 1024
 SHOWN = 5  # of a sweep's tiles for one shape
+TILES = tuple((rows, columns) for rows in (64, 128) for columns in COLUMNS if rows == 64 or columns >= 64)
 
 Product = tuple[Tensor, Tensor, Tensor, Tensor]  # q, its scales, the weight, its scales
 
@@ -137,7 +138,7 @@ def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Tiling]:
     yield chosen
     for tall, wide in TILES:
         for splits in (1, 2, 4, 8):
-            for depth in (SHALLOW, 2 * SHALLOW):
+            for depth in (128, 256):
                 for stages in (3, 4, 6, 8):
                     for warps in {4, tall // 16}:
                         one = Tiling(tall, wide, splits, depth, stages, warps)
@@ -185,7 +186,6 @@ def by_torch(inputs: Product) -> Tensor:
 def measure(backend: NvidiaBackend, name: str, rows: int, sweep: bool, replays: int) -> Measured:
     """Times torch and the chosen tile, or all; each result is checked first."""
     outputs, inputs = PRODUCTS[name]
-    assert tiling(rows, outputs, inputs).splits == splits_of(inputs)
     sets = [product(rows, outputs, inputs) for _ in range(max(2, min(MOST_SETS, SPREAD // (outputs * inputs))))]
     reference = REFERENCE_OPS.linear.scaled_mm(*sets[0], None, torch.float32)
     torchs = by_torch(sets[0])

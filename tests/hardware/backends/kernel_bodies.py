@@ -355,15 +355,19 @@ def scaled_product(device, rows, inputs, outputs, bias=None):
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 2048, 4096), (3, 64, 16), (1000, 6144, 2048)])
 @pytest.mark.parametrize("few", [False, True])
 def test_scaled_products(monkeypatch, device, rows, inputs, outputs, bias, few):
-    monkeypatch.setattr(few_rows, "ENABLED", few)
+    """Of any number of rows, by torch and by the kernel for few."""
+    monkeypatch.setattr(few_rows, "takes", lambda rows, outputs: few)
     arguments, expected = scaled_product(device, rows, inputs, outputs, bias)
     near(OPS.linear.scaled_mm(*arguments, torch.bfloat16), expected)
 
 
-# Whole tiles and others, one and several of rows and of columns, inputs cut into one, two and four parts, and not in steps.
-FEW_ROWS = [(1, 128, 16), (3, 200, 208), (50, 4096, 24), (65, 384, 80), (5, 6144, 64), (3, 72, 40)]
+# Whole tiles and others, one and several of rows and of columns, inputs cut into one, two and four parts, uncut for
+# the number of rows, and not in steps.
+FEW_ROWS = [(1, 128, 16), (3, 200, 208), (50, 4096, 24), (65, 384, 80), (5, 6144, 64), (3, 72, 40), (129, 2304, 16)]
 MODEL = [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)]
 FEW_ROWS += [] if INTERPRETED else [(rows, *reversed(shape)) for rows in (1, 16, 50, 100, 256, 500) for shape in MODEL]
+ALIKE = [(60, 256, 48), (60, 6144, 48)]
+ALIKE += [] if INTERPRETED else [(few_rows.SPLIT_ROWS, 6144, 2048), (256, 2048, 4096)]
 
 
 @pytest.fixture
@@ -391,22 +395,21 @@ def test_products_of_few_rows(device, rows, inputs, outputs, bias, dtype):
 def test_every_tile_gives_the_product(monkeypatch, device, rows, inputs, outputs):
     """Whichever shape it is chosen for; and on a device with the same bits, since each keeps the order of the sums."""
     arguments, expected = scaled_product(device, rows, inputs, outputs)
-    same, splits = [], few_rows.splits_of(inputs)
-    tiles = few_rows.TILES[:: 2 if INTERPRETED else 1]
-    for (tall, wide), depth in ((tile, depth) for tile in tiles for depth in (128, 256)):
-        if inputs % (splits * depth) and splits > 1:
-            continue
-        tiling = few_rows.Tiling(tall, wide, splits, depth, 3, tall // 16)
-        monkeypatch.setattr(few_rows, "tiling", lambda *shape, tiling=tiling: tiling)
-        same.append(OPS.linear.scaled_mm(*arguments, torch.bfloat16))
-        near(same[-1], expected)
-    assert INTERPRETED or all(torch.equal(one, same[0]) for one in same)
+    for splits in {few_rows.splits_of(rows, inputs), 1}:
+        same = []
+        for columns in few_rows.COLUMNS:
+            tiling = few_rows.Tiling(few_rows.ROWS, columns, splits, few_rows.DEPTH, few_rows.STAGES, few_rows.WARPS)
+            monkeypatch.setattr(few_rows, "tiling", lambda *shape, tiling=tiling: tiling)
+            same.append(OPS.linear.scaled_mm(*arguments, torch.bfloat16))
+            near(same[-1], expected)
+        assert INTERPRETED or all(torch.equal(one, same[0]) for one in same)
 
 
 @pytest.mark.usefixtures("all_few")
-@pytest.mark.parametrize("inputs", [256, 6144])
-def test_a_row_of_few_does_not_depend_on_the_others(device, inputs):
-    (q, q_scale, weight, weight_scale, _), _ = scaled_product(device, 60, inputs, 48)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), ALIKE)
+def test_a_row_of_few_does_not_depend_on_the_others(device, rows, inputs, outputs):
+    """Nor on how many they are, up to where inputs are cut; on a device also where the tile changes with them."""
+    (q, q_scale, weight, weight_scale, _), _ = scaled_product(device, rows, inputs, outputs)
     whole = OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, None, torch.bfloat16)
     few = slice(30, 33)
     assert torch.equal(

@@ -14,31 +14,27 @@ from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.hardware.ops.spec import FP8
 
 QKV, OUT, GATE_UP, DOWN = (4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)  # outputs, inputs of the 1.7B model
+MODEL = [QKV, OUT, GATE_UP, DOWN]
 OTHERS = [(16, 16), (208, 200), (3072, 1024), (1024, 3072), (2560, 9728), (4096, 12288), (57344, 8192), (64, 2176)]
-ROWS = (1, 16, 50, 64, 65, 100, 128, 256, 512)
+ROWS = (1, 16, 50, 64, 65, 100, 128, 129, 256, 512, 4000)
 SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor
 
 
-@pytest.mark.parametrize(
-    ("rows", "taken"),
-    [
-        (1, {QKV, OUT, GATE_UP, DOWN}),
-        (50, {QKV, OUT, GATE_UP, DOWN}),
-        (64, {QKV, OUT, GATE_UP, DOWN}),
-        (65, {OUT, DOWN}),
-        (128, {OUT, DOWN}),
-        (129, set()),
-        (4000, set()),
-    ],
-)
-def test_products_that_leave_torch_few_programs_are_taken(monkeypatch, rows, taken):
-    monkeypatch.setattr(few_rows, "ENABLED", True)
-    assert {shape for shape in (QKV, OUT, GATE_UP, DOWN) if few_rows.takes(rows, shape[0])} == taken
+@pytest.mark.parametrize(("shape", "most"), [(QKV, 256), (OUT, 512), (GATE_UP, 64), (DOWN, 512)])
+def test_the_model_s_products_are_taken_up_to_as_many_rows(shape, most):
+    assert all(few_rows.takes(rows, shape[0]) for rows in range(1, most + 1))
+    assert not any(few_rows.takes(rows, shape[0]) for rows in range(most + 1, 4097))
 
 
-def test_none_is_taken_with_the_kernel_off(monkeypatch):
-    monkeypatch.setattr(few_rows, "ENABLED", False)
-    assert not few_rows.takes(1, 2048)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("outputs", "inputs"), [*MODEL, *OTHERS])
+def test_those_are_taken_whose_programs_run_at_once(rows, outputs, inputs):
+    uncut = few_rows.tiling(rows, outputs, inputs)._replace(splits=1)
+    if few_rows.takes(rows, outputs):
+        assert uncut.programs(rows, outputs) <= few_rows.PROCESSORS
+    else:
+        assert uncut.columns == few_rows.COLUMNS[-1]
+        assert uncut.programs(rows, outputs) > few_rows.PROCESSORS
 
 
 @pytest.mark.parametrize(
@@ -46,43 +42,56 @@ def test_none_is_taken_with_the_kernel_off(monkeypatch):
     [(128, 1), (2048, 1), (3072, 2), (4096, 2), (6144, 4), (12288, 8), (9728, 4), (6145, 1), (2176, 1)],
 )
 def test_inputs_are_cut_into_parts_of_whole_steps(inputs, splits):
-    assert few_rows.splits_of(inputs) == splits
-    assert splits == 1 or inputs % (splits * few_rows.SHALLOW) == 0
+    """Into as many for each number of rows up to 128, and not for more."""
+    assert {few_rows.splits_of(rows, inputs) for rows in range(1, 129)} == {splits}
+    assert {few_rows.splits_of(rows, inputs) for rows in (129, 256, 4000)} == {1}
+    assert splits == 1 or inputs % (splits * few_rows.DEPTH) == 0
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("outputs", "inputs"), [QKV, OUT, GATE_UP, DOWN, *OTHERS])
+@pytest.mark.parametrize(("outputs", "inputs"), [*MODEL, *OTHERS])
 def test_tiles_cover_the_product_and_fit_a_multiprocessor(rows, outputs, inputs):
     found = few_rows.tiling(rows, outputs, inputs)
-    assert (found.rows, found.columns) in few_rows.TILES
-    assert found.splits == few_rows.splits_of(inputs)  # in every batch the same
+    assert found.columns in few_rows.COLUMNS
+    assert found.splits == few_rows.splits_of(rows, inputs)
     assert found.splits == 1 or inputs % (found.splits * found.depth) == 0
-    assert found.stages >= 3
-    assert found.stages * (found.rows + found.columns) * found.depth <= SHARED_MEMORY / 2  # two programs at a time
+    assert found.stages * (found.rows + found.columns) * found.depth <= SHARED_MEMORY
     assert found.warps % 4 == 0
     assert 16 * found.warps <= found.rows  # each warp of the matrix units has 16 rows
     tiles = -(-rows // found.rows), -(-outputs // found.columns)
     assert found.programs(rows, outputs) == tiles[0] * tiles[1] * found.splits
 
 
-@pytest.mark.parametrize("rows", [16, 50, 64, 100, 128])
-@pytest.mark.parametrize(("outputs", "inputs"), [QKV, OUT, GATE_UP, DOWN])
+@pytest.mark.parametrize("rows", [16, 50, 64, 100, 128, 256, 512])
+@pytest.mark.parametrize(("outputs", "inputs"), MODEL)
 def test_the_programs_of_the_model_run_at_once_on_most_of_the_device(rows, outputs, inputs):
-    assert 96 <= few_rows.tiling(rows, outputs, inputs).programs(rows, outputs) <= few_rows.PROCESSORS
+    if few_rows.takes(rows, outputs):
+        assert 96 <= few_rows.tiling(rows, outputs, inputs).programs(rows, outputs) <= few_rows.PROCESSORS
 
 
-def test_among_tiles_that_run_at_once_the_one_that_reads_least_is_chosen():
-    assert few_rows.tiling(50, *OUT)[:2] == (64, 16)
-    assert few_rows.tiling(50, *QKV)[:2] == (64, 32)
-    assert few_rows.tiling(100, *DOWN)[:3] == (128, 64, 4)
-    assert few_rows.tiling(512, *GATE_UP)[:2] == (128, 128)  # none runs at once
+@pytest.mark.parametrize(
+    ("rows", "shape", "tile"),
+    [
+        (50, QKV, (64, 32, 1)),
+        (50, OUT, (64, 16, 1)),
+        (50, GATE_UP, (64, 128, 1)),
+        (50, DOWN, (64, 64, 4)),
+        (100, QKV, (64, 64, 1)),
+        (100, DOWN, (64, 128, 4)),
+        (256, OUT, (64, 64, 1)),
+        (256, DOWN, (64, 64, 1)),
+        (512, DOWN, (64, 128, 1)),
+        (512, GATE_UP, (64, 128, 1)),  # of none do all programs run at once
+    ],
+)
+def test_among_tiles_that_run_at_once_the_one_that_reads_least_is_chosen(rows, shape, tile):
+    assert few_rows.tiling(rows, *shape)[:3] == tile
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """The launches of a kernel that a device would run."""
     calls = []
-    monkeypatch.setattr(few_rows, "ENABLED", True)
     monkeypatch.setattr(linear, "runs_kernel", lambda *tensors: True)
     monkeypatch.setattr(linear, "is_tuned", lambda device: True)
     module = SimpleNamespace(few_rows_scaled_mm=lambda *arguments: calls.append(arguments))
@@ -96,26 +105,25 @@ def arguments(rows, outputs, inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("inputs", "splits"), [(256, 1), (4096, 2)])
-def test_few_rows_are_launched_with_room_for_the_parts(launched, inputs, splits, dtype):
-    found = cuda_like_ops(triton=True, fp8=True).linear.scaled_mm(*arguments(3, 32, inputs), dtype)
+@pytest.mark.parametrize(("rows", "inputs", "splits"), [(3, 256, 1), (3, 4096, 2), (129, 4096, 1)])
+def test_few_rows_are_launched_with_room_for_the_parts(launched, rows, inputs, splits, dtype):
+    found = cuda_like_ops(triton=True, fp8=True).linear.scaled_mm(*arguments(rows, 32, inputs), dtype)
     (*_, out, partial, tiling) = launched[0]
     assert out is found
-    assert (found.shape, found.dtype) == ((3, 32), dtype)
-    assert tiling == few_rows.tiling(3, 32, inputs)
+    assert (found.shape, found.dtype) == ((rows, 32), dtype)
+    assert tiling == few_rows.tiling(rows, 32, inputs)
     assert (partial is None) == (splits == 1)
-    assert partial is None or (partial.shape, partial.dtype) == ((splits, 3, 32), torch.float32)
+    assert partial is None or (partial.shape, partial.dtype) == ((splits, rows, 32), torch.float32)
 
 
-@pytest.mark.parametrize("change", ["many rows", "off", "another device", "host"])
+@pytest.mark.parametrize("change", ["many rows", "another device", "host"])
 def test_the_rest_is_torchs(monkeypatch, launched, change):
-    if change == "off":
-        monkeypatch.setattr(few_rows, "ENABLED", False)
     if change == "another device":
         monkeypatch.setattr(linear, "is_tuned", lambda device: False)
     if change == "host":
         monkeypatch.setattr(linear, "runs_kernel", lambda *tensors: False)
-    case = arguments(200 if change == "many rows" else 3, 32, 64)
+    many = few_rows.ROWS * few_rows.PROCESSORS + 1
+    case = arguments(many if change == "many rows" else 3, 32, 64)
     found = cuda_like_ops(triton=True, fp8=True).linear.scaled_mm(*case, torch.float32)
     assert torch.equal(found, REFERENCE_OPS.linear.scaled_mm(*case, torch.float32))
     assert launched == []

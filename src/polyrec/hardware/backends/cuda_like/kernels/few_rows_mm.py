@@ -1,8 +1,8 @@
 """The product of few e4m3 rows and an e4m3 weight, a scale for each row and each channel: as many programs as multiprocessors.
 
 Where the inputs are cut, each part's sums are stored in fp32 and a second kernel adds them up in order, so results repeat.
-Not measured yet. Predicted us on an H200 at 50, 100, 256 and 512 rows (2.2 a launch, 49 KB a us and multiprocessor from L2):
-qkv 5.6, 7.5, 10.2, 12.9; o 5.0, 6.2, 7.5, 10.2; gate_up 9.6, 11.7, 17.8, 33.3; down 8.3, 10.3, 14.8, 24.9.
+On an H200 it takes 5.1 to 11 us for 50 rows and each of the 1.7B model's weights, where torch takes 9 to 18
+(`benchmarks/results/few_rows_mm.json`).
 """
 
 from __future__ import annotations

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# False: every product of e4m3 tensors is torch's. Off until `benchmarks/few_rows_mm.py` has shown a gain on a device.
-ENABLED = False
-FEW_ROWS = 64  # up to which the kernel takes every product
-MOST_ROWS = 128  # up to which it takes those of which torch's programs leave three multiprocessors of four idle
 PROCESSORS = 132  # of an H100 or H200: the programs that run at once
-WALK = 2048  # inputs that one program walks, or less, where they can be cut so
-SHALLOW, DEEP = 128, 256  # inputs that are loaded at a time
-IN_FLIGHT = 64 * 1024  # bytes that a multiprocessor asks for ahead; its share of L2 is 49 KB a us, about 1 us away
-TILES = ((64, 16), (64, 32), (64, 64), (128, 64), (64, 128), (128, 128))  # rows are whole steps of the matrix units
+ROWS = 64  # of a program: what one warpgroup of the matrix units has
+DEPTH = 128  # inputs that are loaded at a time
+COLUMNS = (16, 32, 64, 128)  # of a program
+STAGES = 8  # loads under way, 192 KB at most; on an H200 within 2 % of each sweep's best, wherever the sweep kept it
+WARPS = 4  # one warpgroup
+WALK = 2048  # inputs that one program walks, or less, where few rows leave multiprocessors idle otherwise
+SPLIT_ROWS = 128  # up to which inputs are cut; beyond it, rows make programs enough
 
 
 class Tiling(NamedTuple):
@@ -35,33 +34,25 @@ class Tiling(NamedTuple):
 
 
 def takes(rows: int, outputs: int) -> bool:
-    """Whether the kernel computes the product of that many rows with a weight [outputs, …], rather than torch."""
-    if not ENABLED:
-        return False
-    torchs_programs = -(-rows // 128) * -(-outputs // 64)
-    return rows <= FEW_ROWS or (rows <= MOST_ROWS and 4 * torchs_programs <= PROCESSORS)
+    """Whether the kernel computes the product of that many rows with a weight [outputs, …], rather than torch: where the
+    widest tile's programs all run at once, inputs uncut. With the 1.7B model's weights it takes .4 to .9 of torch's time there
+    on an H200, and about the same or more beyond (`benchmarks/results/few_rows_mm.json`)."""
+    return Tiling(ROWS, COLUMNS[-1], 1, DEPTH, STAGES, WARPS).programs(rows, outputs) <= PROCESSORS
 
 
-def splits_of(inputs: int) -> int:
+def splits_of(rows: int, inputs: int) -> int:
     """Parts into which a sum over so many inputs is cut: a power of two, of parts that are whole steps.
 
-    It depends on nothing else, so a row's sums are the same in every batch.
+    Of rows only the side of SPLIT_ROWS counts, so a row's sums are the same in every batch on that side.
     """
     splits = 1
-    while inputs > WALK * splits and inputs % (2 * splits * SHALLOW) == 0:
+    while rows <= SPLIT_ROWS and inputs > WALK * splits and inputs % (2 * splits * DEPTH) == 0:
         splits *= 2
     return splits
 
 
 def tiling(rows: int, outputs: int, inputs: int) -> Tiling:
-    """Of the tiles whose programs all run at once, the one that reads least a program; else the largest."""
-    splits = splits_of(inputs)
-    at_once = [
-        (min(rows, tall) + wide, tall, wide)
-        for tall, wide in TILES
-        if Tiling(tall, wide, splits, 0, 0, 0).programs(rows, outputs) <= PROCESSORS
-    ]
-    tall, wide = min(at_once)[1:] if at_once else TILES[-1]
-    depth = DEEP if tall + wide <= 96 and inputs % (splits * DEEP) == 0 else SHALLOW
-    stages = 1 + -(-IN_FLIGHT // ((tall + wide) * depth))
-    return Tiling(tall, wide, splits, depth, stages, warps=tall // 16)
+    """Of the tiles whose programs all run at once, the one that reads least a program; else the widest."""
+    splits = splits_of(rows, inputs)
+    tiles = [Tiling(ROWS, columns, splits, DEPTH, STAGES, WARPS) for columns in COLUMNS]
+    return next((tile for tile in tiles if tile.programs(rows, outputs) <= PROCESSORS), tiles[-1])
