@@ -53,9 +53,19 @@ class Wrapper:
 
     log: list
 
-    def __init__(self, workspace, kv_layout):
+    def __init__(self, workspace, kv_layout, *, use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None):
         assert workspace.dtype == torch.uint8
         assert kv_layout == "NHD"
+        self.captured = use_cuda_graph
+        if use_cuda_graph:
+            assert qo_indptr_buf.dtype == kv_indptr_buf.dtype == torch.int32
+            assert len(qo_indptr_buf) == len(kv_indptr_buf)
+            self.places, self.most_rows = len(qo_indptr_buf) - 1, None
+
+    def reset_workspace_buffer(self, workspace, numbers):
+        """Captured plans of 0.6.12 hold seven int32 for each piece of at most 128 rows of a head, at its most a place."""
+        assert workspace.dtype == numbers.dtype == torch.uint8
+        self.room = numbers.numel()
 
     def keep(self, heads, kv_heads, head_dim, *, causal, window_left, logits_soft_cap, q_data_type, disable_split_kv):
         assert (causal, disable_split_kv) == (True, True)
@@ -83,11 +93,17 @@ class Ragged(Wrapper):
     def plan(self, starts, key_starts, *heads, **options):
         assert torch.equal(starts, key_starts)
         self.lengths = lengths_between(starts)
+        if self.captured:
+            assert len(self.lengths) == self.places
+            self.most_rows = self.most_rows or sum(self.lengths)
+            assert sum(self.lengths) <= self.most_rows
+            assert self.room >= 28 * heads[0] * (-(-self.most_rows // 128) + self.places)
         self.keep(*heads, **options)
         self.log.append("plan")
 
     def run(self, q, k, v):
         assert (q.shape[1], k.shape[1], q.shape[2], q.dtype) == self.expected
+        assert len(q) == sum(self.lengths)
         self.log.append([(part.data_ptr(), part.stride()) for part in (q, k, v)])
         return self.attend(q, k.split(self.lengths), v.split(self.lengths))
 
@@ -304,9 +320,23 @@ def test_plans_of_both_kinds_take_turns(module, hardware):
 
 
 @on_linux
-def test_long_prefills_are_not_recorded(module):
-    assert module.FlashInferAttention.max_recorded_prefill == 1024
-    assert module.FlashInferAttention.__base__.max_recorded_prefill is None
+def test_a_captured_prefill_is_laid_out_anew_for_each_batch(module, hardware, log):
+    attention = module.FlashInferAttention(needs(), hardware.ops)
+    assert attention.host_plan(1024, 4) is None, "left to Triton, whose plan the device makes"
+    host_plan = attention.host_plan(1100, 4)
+    pool = KVPool(2, 1104, 2, 64, BF16, torch.device("cpu"))
+    rows = checks.split(torch.randn(1100, 8 * 64).to(BF16), needs())
+    lengths = torch.zeros(4, dtype=torch.int64)  # on a device, where the plan does not look
+    plan = attention.packed(PackedLayout(lengths, 1100, 1100, host_plan=host_plan), pool)
+    log.clear()
+    for batch in ([1100], [3, 500, 1], [20, 1, 7, 1000]):
+        host_plan.renew(torch.tensor(batch))
+        found = plan.run(0, *rows).double().split([*batch, 1100 - sum(batch)])
+        parts = (part.double().split([*batch, 1100 - sum(batch)])[: len(batch)] for part in rows)
+        expected = attention_by_hand(*parts).flatten(1)
+        torch.testing.assert_close(torch.cat(found[: len(batch)]), expected, rtol=2e-2, atol=2e-2)
+        assert torch.isfinite(found[-1]).all(), "rows of no prompt are written too"
+    assert [entry for entry in log if isinstance(entry, str)] == ["wait", "plan", "record"] * 3
 
 
 @on_linux
@@ -398,3 +428,27 @@ def test_a_sequence_gets_the_same_bits_alone_and_among_others(nvidia):
         for part, expected in zip(fused.split(LONG), together.split(LONG), strict=True):
             layout = packed_layout(torch.tensor([len(part)]), to_device=nvidia.runtime.to_device)
             assert torch.equal(attention.packed(layout).run(0, *checks.split(part, asked)), expected)
+
+
+@pytest.mark.gpu
+@on_device
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"soft_cap": 1.5}], ids=str)
+def test_replays_of_a_captured_prefill_give_what_launches_give(nvidia, options):
+    """To the bit, whatever other batch it was captured or replayed for."""
+    asked = AttentionNeeds(1, 16, 8, 128, dtype=BF16, **options)
+    attention, device = nvidia.attention.build(asked, nvidia.ops), nvidia.runtime.device
+    host_plan, places, num_tokens = attention.host_plan(4096, 8), torch.zeros(8, dtype=torch.int64, device=device), 4096
+    fused = torch.randn(num_tokens, 32 * 128, device=device).to(BF16)
+    rows = checks.split(fused, asked)
+    host_plan.renew(torch.tensor([num_tokens]))
+    layout = PackedLayout(places, num_tokens, num_tokens, host_plan=host_plan)
+    with torch.inference_mode():
+        graph = nvidia.graph.capture(lambda: attention.packed(layout).run(0, *rows))
+        for batch in (LONG, [4096], [1], [300] * 8, LONG):
+            fused.normal_()
+            host_plan.renew(torch.tensor(batch))
+            found, total = graph.replay(), sum(batch)
+            launched = attention.packed(packed_layout(torch.tensor(batch), to_device=nvidia.runtime.to_device))
+            assert torch.equal(found[:total], launched.run(0, *(part[:total] for part in rows)))
+            assert torch.isfinite(found).all()
+    graph.close()

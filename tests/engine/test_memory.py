@@ -15,11 +15,11 @@ from reference import random_items, tiny_model
 from polyrec.attention.sdpa import SdpaAttention
 from polyrec.core.errors import PolyrecError
 from polyrec.engine.engine import Engine, EngineConfig
-from polyrec.engine.graphs import GraphRunner, GraphSizes
+from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
-from polyrec.hardware.base.attention import AttentionPlan, PackedLayout
+from polyrec.hardware.base.attention import AttentionPlan, HostPlan, PackedLayout
 from polyrec.kvcache.options import PAGE_SIZE, KVConfig
 from polyrec.sid.layout import SidLayout
 from polyrec.sid.trie import build_trie
@@ -159,6 +159,36 @@ def test_recording_touches_no_page_of_a_prompt(parts, recorded):
         engine.run([request(rng.integers(0, LAYOUT.begin, length), n=7)])
     expect_same(engine.run([request(tokens) for tokens in known]), expected)
     assert engine.memory.prefixes.stats.hit_tokens >= 3 * 32
+
+
+def test_what_the_host_plans_of_a_recorded_prefill_is_renewed_for_each_batch(parts, monkeypatch):
+    told = []
+
+    class Told(HostPlan):
+        def __init__(self, num_tokens, places):
+            self.made = num_tokens, places
+
+        def renew(self, lengths):
+            told.append((*self.made, lengths.tolist()))
+
+    monkeypatch.setattr(RealRows, "host_plan", lambda self, *made: Told(*made))
+    engine = make_engine(parts, recorded=True)
+    rng = np.random.default_rng(3)
+    first, second = ([rng.integers(0, LAYOUT.begin, length) for length in lengths] for lengths in ((30, 19), (20, 43)))
+    engine.run([request(tokens) for tokens in first])
+    assert told == [(64, 4, [64]), (64, 4, [20, 31])], "for the recording, then the batch, shortest first"
+    engine.run([request(tokens) for tokens in second])
+    assert told[2:] == [(128, 4, [128]), (128, 4, [21, 44])]
+    engine.run([request(np.append(second[1], (1, 2)))])  # goes on from what is cached: no host plan
+    engine.run([request(rng.integers(0, LAYOUT.begin, 49))])
+    assert told[4:] == [(64, 4, [50])]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1, (16,)), (16, (16,)), (17, (16, 32)), (64, (16, 32, 64)), (65, (16, 32, 64))]
+)
+def test_no_more_is_recorded_than_a_batch_can_hold(limit, expected):
+    assert up_to(limit, (16, 32, 64)) == expected
 
 
 def test_a_failed_batch_gives_its_pages_back(parts, monkeypatch):

@@ -73,6 +73,19 @@ def test_equals_a_plain_beam_search(seed, depth, rule):
         expect_equal(engine, codes, result, expected[: request.n])
 
 
+def test_a_prefill_ends_with_one_row_a_prompt():
+    rng = np.random.default_rng(2)
+    layout = SidLayout.contiguous((6, 5, 4), 2)
+    model = tiny_model(layout, 5)
+    engine = make_engine(model, layout, random_items(rng, layout.codebook_sizes, 60))
+    sizes = {name: [] for name in ("layers.0.mlp", "layers.1.self_attn", "layers.1.mlp", "norm")}
+    for name, seen in sizes.items():
+        model.get_submodule(name).register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
+    engine.run([SearchRequest(random_prompt(rng, layout, length), 3, 3) for length in (7, 4, 9)])
+    before, after = [20, 9, 9], [3, 9, 9]  # the prefill, and two passes of three beams each
+    assert sizes == {"layers.0.mlp": before, "layers.1.self_attn": before, "layers.1.mlp": after, "norm": after}
+
+
 @pytest.mark.parametrize("rule", SCORE_RULES)
 def test_a_wide_beam_ranks_the_whole_catalog(rule):
     rng = np.random.default_rng(1)

@@ -1,7 +1,8 @@
 """Prefill through FlashInfer's kernels (FlashAttention 3 on Hopper); the search stays with our own Triton kernels.
 
-FlashInfer lays out a batch's work on the host, once for all layers, so it needs lengths and tables of cached prompts there.
-Where only the device knows them, as in a captured prefill, Triton's plan runs.
+FlashInfer lays out a batch's work on the host, once for all layers, so it needs lengths and tables of cached prompts there. A
+captured prefill of whole prompts is laid out anew before each replay, in the same memory. Where only the device knows the
+lengths otherwise, as in a captured prefill after cached prefixes, Triton's plan runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..hardware.base.attention import (
     AttentionNeeds,
     AttentionPlan,
     AttentionSupport,
+    HostPlan,
     KeyValueCache,
     PackedLayout,
     PageTable,
@@ -29,10 +31,17 @@ PLANS = 2  # batches whose plans hold at a time: the one that runs, and the next
 # depend on its neighbours, are off. They would help a request alone that adds a few tokens to a long cached prompt; but
 # without --eager such short rests are recorded, and run through Triton's plan, which splits by the request's own length.
 WORKSPACE_BYTES = 1 << 20
+# A captured prefill of so few tokens leaves the host's work to Triton's plan: laying it out takes the host 240 us, and from
+# here on FlashInfer gains more than that in 28 layers (64 us a layer instead of 102 for one prompt of 2,464 tokens, H200).
+MOST_LEFT_TO_TRITON = 1024
+QUERY_TILE = 128  # rows of one piece of work; FlashInfer 0.6.12 has larger ones for small heads
+NUMBERS_A_PIECE = 7  # int32, that FlashInfer keeps
 
 
 class Ragged(Protocol):
     """The part of `flashinfer.BatchPrefillWithRaggedKVCacheWrapper` that is used."""
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None: ...
 
     def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, *args: Any, **options: Any) -> None: ...
 
@@ -72,15 +81,12 @@ class FlashInferAttention(TritonAttention):
         soft_cap=True,
         prefix=True,
     )
-    # A recorded prefill runs Triton's kernel. From here on the device is busier than the host, and FlashInfer's takes 64 us
-    # a layer instead of 102 for one prompt of 2,464 tokens, 1,314 instead of 2,076 for 8 of 5,008 (H200).
-    max_recorded_prefill = 1_024
     device: ClassVar[str] = "cuda"  # the one that the runtime selected
 
     def __init__(self, needs: AttentionNeeds, ops: PlatformOps) -> None:
         super().__init__(needs, ops)
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._slots = [Slot(workspace, needs) for _ in range(PLANS)]
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._slots = [Slot(self._workspace, needs) for _ in range(PLANS)]
         self._turn = 0
         try:
             self._next_slot().plan(torch.tensor([1]))  # compiles the kernels of both wrappers
@@ -91,7 +97,14 @@ class FlashInferAttention(TritonAttention):
                 "Install the CUDA toolkit that torch was built with (nvcc), or choose --attention triton.",
             ) from error
 
+    def host_plan(self, num_tokens: int, places: int) -> HostPlan | None:
+        if num_tokens <= MOST_LEFT_TO_TRITON:
+            return None
+        return CapturedSlot(self._workspace, self.needs, num_tokens, places)
+
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
+        if isinstance(layout.host_plan, CapturedSlot):
+            return CapturedPlan(self.needs, self.ops, layout, cache, layout.host_plan)
         if layout.branch is not None or layout.host_lengths is None:
             return super().packed(layout, cache)
         if layout.table is None or layout.cached is None:
@@ -119,15 +132,7 @@ class Slot:
         self.paged: Paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.number = 0
         self._copied = torch.Event(device=workspace.device)
-        self._heads = (needs.num_heads, needs.num_kv_heads, needs.head_dim)
-        self._options = {
-            "causal": True,
-            # FlashInfer does not count a query's own token.
-            "window_left": -1 if needs.sliding_window is None else needs.sliding_window - 1,
-            "logits_soft_cap": needs.soft_cap,
-            "q_data_type": needs.dtype,
-            "disable_split_kv": True,
-        }
+        self._heads, self._options = heads_of(needs), options_of(needs)
 
     def plan(self, lengths: Tensor) -> None:
         """Lays out the work of whole sequences of `lengths` int64 [R] (host), and queues its copy to the device."""
@@ -161,6 +166,51 @@ class Slot:
         self.number += 1
 
 
+class CapturedSlot(HostPlan):
+    """Memory for the plans of a captured prefill, which reads them at each replay. The rows behind a batch's prompts are laid
+    out as one more, so that every row of the result is written."""
+
+    def __init__(self, workspace: Tensor, needs: AttentionNeeds, num_tokens: int, places: int) -> None:
+        bounds = torch.zeros((2, places + 2), dtype=torch.int32, device=workspace.device)
+        self.ragged: Ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=bounds[0], kv_indptr_buf=bounds[1]
+        )
+        # The wrapper's own 8 MiB, on the device and pinned, would be held for every captured size.
+        pieces = needs.num_heads * (num_tokens // QUERY_TILE + places + 2)
+        numbers = torch.empty(
+            max(WORKSPACE_BYTES, 8 * NUMBERS_A_PIECE * pieces), dtype=torch.uint8, device=workspace.device
+        )
+        self.ragged.reset_workspace_buffer(workspace, numbers)
+        self._copied = torch.Event(device=workspace.device)
+        self._num_tokens, self._places = num_tokens, places
+        self._heads, self._options = heads_of(needs), options_of(needs)
+
+    def renew(self, lengths: Tensor) -> None:
+        self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
+        counts = torch.zeros(self._places + 1, dtype=torch.int64)
+        counts[: len(lengths)] = lengths
+        counts[-1] = self._num_tokens - int(lengths.sum())
+        bounds = bounds_of(counts)
+        self.ragged.plan(bounds, bounds, *self._heads, **self._options)
+        self._copied.record()
+
+
+def heads_of(needs: AttentionNeeds) -> tuple[int, int, int]:
+    return needs.num_heads, needs.num_kv_heads, needs.head_dim
+
+
+def options_of(needs: AttentionNeeds) -> dict[str, Any]:
+    """What both wrappers' plans are told."""
+    return {
+        "causal": True,
+        # FlashInfer does not count a query's own token.
+        "window_left": -1 if needs.sliding_window is None else needs.sliding_window - 1,
+        "logits_soft_cap": needs.soft_cap,
+        "q_data_type": needs.dtype,
+        "disable_split_kv": True,
+    }
+
+
 def bounds_of(counts: Tensor) -> Tensor:
     """int64 [R] -> int32 [R + 1]: where each one's part of a packed row begins, and the end."""
     bounds = torch.zeros(len(counts) + 1, dtype=torch.int32)
@@ -188,6 +238,24 @@ class RaggedPlan(PlannedPlan):
 
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._planned().ragged.run(query, key, value).flatten(1)
+
+
+class CapturedPlan(PackedPlan):
+    """`RaggedPlan` of a prefill that is captured."""
+
+    def __init__(
+        self,
+        needs: AttentionNeeds,
+        ops: PlatformOps,
+        layout: PackedLayout,
+        cache: KeyValueCache | None,
+        slot: CapturedSlot,
+    ) -> None:
+        super().__init__(needs, ops, layout, cache)
+        self._ragged = slot.ragged
+
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._ragged.run(query, key, value).flatten(1)
 
 
 class PagedPlan(PlannedPlan):

@@ -23,7 +23,7 @@ from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
 from .batching import make_batch, split_results
-from .graphs import GraphSizes
+from .graphs import GraphSizes, up_to
 from .memory import PromptMemory
 from .runner import make_runner
 from .scheduler import BatchLimits, Candidate, choose_batch
@@ -252,6 +252,8 @@ class Engine:
         return sizes.model_copy(
             update={
                 "requests": tuple(count for count in sizes.requests if count <= limits.max_requests) or (1,),
+                "tokens": up_to(limits.max_tokens, sizes.tokens),
+                "rest_tokens": up_to(limits.max_tokens, sizes.rest_tokens),
                 "max_rows": min(sizes.max_rows, limits.max_beams),
             }
         )

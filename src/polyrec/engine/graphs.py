@@ -1,8 +1,8 @@
 """Recorded prefills and searches: the shapes they are recorded for, and how a batch is put into the nearest larger one.
 
 What a batch is rounded up with never lives: a request that is not there has no beams, and a beam beyond a request's own width
-is dead. Lengths, widths and filters are device data. Prompts longer than the largest recorded prefill run without a graph,
-which costs nothing there: the device is busier than the host.
+is dead. Lengths, widths and filters are device data. Batches beyond the largest recorded prefill run without a graph, which
+costs little there: on an H200 the host launches a prefill of 28 layers in some 30 ms, in which the device does 8,000 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.config import Settings
-from ..hardware.base.attention import PackedLayout, PageTable
+from ..hardware.base.attention import HostPlan, PackedLayout, PageTable
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.graph import CapturedGraph
 from ..hardware.base.runtime import Runtime
@@ -36,8 +36,13 @@ class GraphSizes(Settings):
 
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     widths: tuple[int, ...] = (16, 32, 50, 64, 128, 256, 512, 1024)
-    tokens: tuple[int, ...] = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096)
-    rest_tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    tokens: tuple[int, ...] = (
+        *range(128, 1024, 128),
+        *range(1024, 2048, 256),
+        *range(2048, 4096, 512),
+        *range(4096, 16_384 + 1, 1024),
+    )
+    rest_tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     filter_keys: int = Field(65_536, ge=1)
     max_rows: int = Field(16_384, ge=1)
 
@@ -92,6 +97,14 @@ class BatchInputs:
 
 
 @dataclass(frozen=True)
+class RecordedPrefill:
+    """One recorded prefill, and what its attention is told before each replay."""
+
+    graph: CapturedGraph
+    host_plan: HostPlan | None
+
+
+@dataclass(frozen=True)
 class RecordedSearch:
     """One recorded search. What it reads beside the batch's inputs: hidden [R, D] and, if it filters, keys and allow."""
 
@@ -123,7 +136,7 @@ class GraphRunner:
         self._fallback = fallback
         self._memory_pool = backend.graph.new_pool()
         self._searches: dict[tuple[int, int, bool], RecordedSearch] = {}
-        self._prefills: dict[tuple[int, bool], CapturedGraph] = {}
+        self._prefills: dict[tuple[int, bool], RecordedPrefill] = {}
         self._tokens = {cached: self._recorded_tokens(cached) for cached in (False, True)}
         self._inputs = BatchInputs(
             max(sizes.requests),
@@ -154,14 +167,15 @@ class GraphRunner:
         return Beams(*(part[:requests, :width] for part in (beams.score, beams.node, beams.parent)))
 
     def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
-        """Records every shape that the sizes name, so that no request waits for one."""
+        """Records every shape that the sizes name, so that no request waits for one. Large ones come first: the others then fit
+        into the memory that these left in the graphs' pool."""
         for cached in (False, True):
-            for tokens in self._tokens[cached]:
+            for tokens in reversed(self._tokens[cached]):
                 self._prefill_of(tokens, cached)
                 if on_progress:
                     on_progress(f"prefill of {tokens} tokens" + " after cached ones" * cached)
-        for width in self._sizes.widths:
-            for requests in self._sizes.requests:
+        for width in reversed(self._sizes.widths):
+            for requests in reversed(self._sizes.requests):
                 if requests * width <= self._sizes.max_rows:
                     self._search_of((requests, width, False))
                     if on_progress:
@@ -178,23 +192,23 @@ class GraphRunner:
         return requests, width, found is not None
 
     def _recorded_tokens(self, cached: bool) -> tuple[int, ...]:
-        """Sizes of recorded prefills: those that the attention is not better launched for."""
-        attention, sizes = self._searcher.attention, self._sizes
-        if cached and not attention.support.prefix:
-            return ()
-        most = attention.max_recorded_prefill
-        return tuple(size for size in (sizes.rest_tokens if cached else sizes.tokens) if most is None or size <= most)
+        """Sizes of recorded prefills."""
+        if cached:
+            return self._sizes.rest_tokens if self._searcher.attention.support.prefix else ()
+        return self._sizes.tokens
 
-    def _prefill_for(self, batch: Batch) -> CapturedGraph | None:
+    def _prefill_for(self, batch: Batch) -> RecordedPrefill | None:
         cached = batch.table.cached is not None
         tokens = first_from(len(batch.token_ids), self._tokens[cached])
         return None if tokens is None else self._prefill_of(tokens, cached)
 
-    def _prefill(self, prefill: CapturedGraph | None, batch: Batch) -> Tensor:
+    def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> Tensor:
         """Hidden states [R, D]."""
         if prefill is None:
             return self._searcher.prefill(make_prompts(batch, self._backend.runtime.to_device))
-        hidden: Tensor = prefill.replay()
+        if prefill.host_plan is not None:
+            prefill.host_plan.renew(batch.lengths)
+        hidden: Tensor = prefill.graph.replay()
         self.num_replays += 1
         return hidden[: len(batch.lengths)]
 
@@ -206,7 +220,7 @@ class GraphRunner:
             node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
             node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
 
-    def _prefill_of(self, tokens: int, cached: bool) -> CapturedGraph:
+    def _prefill_of(self, tokens: int, cached: bool) -> RecordedPrefill:
         if (tokens, cached) not in self._prefills:
             self._prefills[tokens, cached] = self._record_prefill(tokens, cached)
         return self._prefills[tokens, cached]
@@ -216,17 +230,20 @@ class GraphRunner:
             self._searches[shape] = self._record_search(*shape)
         return self._searches[shape]
 
-    def _record_prefill(self, tokens: int, cached: bool) -> CapturedGraph:
+    def _record_prefill(self, tokens: int, cached: bool) -> RecordedPrefill:
         inputs = self._inputs
         inputs.clear()
         inputs.lengths[0] = tokens
+        host_plan = None if cached else self._searcher.attention.host_plan(tokens, len(inputs.lengths))
+        if host_plan is not None:
+            host_plan.renew(torch.tensor([tokens]))
         table = inputs.table if cached else dataclasses.replace(inputs.table, cached=None)
 
         def run() -> Tensor:  # the layout is made anew: what it derives from lengths belongs to the recording
-            layout = PackedLayout(inputs.lengths, tokens, tokens, table=table)
+            layout = PackedLayout(inputs.lengths, tokens, tokens, table=table, host_plan=host_plan)
             return self._searcher.prefill(Prompts(inputs.token_ids[:tokens], layout))
 
-        return self._backend.graph.capture(run, self._memory_pool)
+        return RecordedPrefill(self._backend.graph.capture(run, self._memory_pool), host_plan)
 
     def _record_search(self, requests: int, width: int, filtered: bool) -> RecordedSearch:
         weight, inputs = self._searcher.head_weight, self._inputs
@@ -253,6 +270,11 @@ def first_from(number: int, rising: tuple[int, ...]) -> int | None:
     """The first of the rising sizes that is not below `number`."""
     place = bisect_left(rising, number)
     return rising[place] if place < len(rising) else None
+
+
+def up_to(limit: int, rising: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the rising sizes that numbers up to `limit` need."""
+    return rising[: bisect_left(rising, limit) + 1]
 
 
 def padded(values: Tensor, places: int) -> Tensor:

@@ -76,8 +76,9 @@ class Searcher:
     @torch.inference_mode()
     def prefill(self, prompts: Prompts) -> Tensor:
         """Last hidden state of each prompt [R, D]; keys and values stay in the pool, in the prompts' pages."""
-        plan = self.attention.packed(prompts.layout, self.pool)
-        return self._model(prompts.token_ids, prompts.layout.positions, plan)[prompts.layout.last]
+        layout = prompts.layout
+        plan = self.attention.packed(layout, self.pool)
+        return self._model(prompts.token_ids, layout.positions, plan, layout.last)
 
     @torch.inference_mode()
     def search(self, inputs: SearchInputs) -> Beams:

@@ -115,5 +115,4 @@ def test_a_copied_layout_keeps_the_hosts_side(batch):
 
 def test_nothing_is_claimed_unasked():
     assert not AttentionSupport().prefix
-    assert AttentionBackend.max_recorded_prefill is None
     assert not AttentionBackend.capturable

@@ -92,7 +92,8 @@ class PackedLayout:
     lengths: int64 [R], zero for a place without a sequence. longest: at least the longest one. branch: int64 [T], 0 for a
     sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no branches. A captured graph keeps
     longest and num_tokens, and reads lengths anew. host_lengths: the same lengths on the host, all rows theirs; None: only the
-    device knows them. table: where the cache keeps them; None: packed token t in slot t.
+    device knows them. table: where the cache keeps them; None: packed token t in slot t. host_plan: of a prefill that is
+    captured, if its attention has one.
     """
 
     lengths: Tensor
@@ -101,6 +102,7 @@ class PackedLayout:
     branch: Tensor | None = None
     host_lengths: Tensor | None = None
     table: PageTable | None = None
+    host_plan: HostPlan | None = None
 
     @cached_property
     def starts(self) -> Tensor:
@@ -195,6 +197,14 @@ class WriteTarget(NamedTuple):
     slots: Tensor
 
 
+class HostPlan(ABC):
+    """The part of a captured prefill's attention that the host works out for each batch: which program does what, say."""
+
+    @abstractmethod
+    def renew(self, lengths: Tensor) -> None:
+        """Before a replay, in its stream: for sequences of `lengths` int64 [R] (host). The rows behind them belong to none."""
+
+
 class AttentionPlan(ABC):
     """One batch's attention, for all layers."""
 
@@ -231,12 +241,10 @@ class AttentionBackend(ABC):
 
     support: what it can do; a model that needs more is refused before this is built. capturable: shapes follow from the
     layout's longest and num_tokens alone and nothing synchronises, so prefill and search can be captured.
-    max_recorded_prefill: a recorded prefill of more tokens would be slower than a launched one; None: record all sizes.
     """
 
     support: ClassVar[AttentionSupport]
     capturable: ClassVar[bool] = False
-    max_recorded_prefill: ClassVar[int | None] = None
 
     def __init__(self, needs: AttentionNeeds, ops: PlatformOps) -> None:
         self.needs = needs
@@ -255,6 +263,11 @@ class AttentionBackend(ABC):
 
         width: beams a request has at most. num_kept: passes whose keys and values a later pass reads.
         """
+
+    def host_plan(self, num_tokens: int, places: int) -> HostPlan | None:
+        """Asked for before a prefill of `num_tokens` rows, of at most `places` whole prompts, is captured; `packed` then finds
+        it in the layout. None: the device needs nothing from the host."""
+        return None
 
     def refresh(self, states: Mapping[str, Tensor]) -> None:  # noqa: B027 (most backends keep lengths on the device)
         """Called before a captured search is replayed: lengths and tables for backends that keep them on the host."""
