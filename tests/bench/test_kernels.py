@@ -34,6 +34,9 @@ from polyrec.models.options import ModelOptions
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
         ("aten::mm", "products"),
         ("aten::embedding", "embedding and gather"),
+        ("aten::index_select", "embedding and gather"),
+        ("void at::native::indexSelectLargeIndex<c10::BFloat16, long, ...>", "embedding and gather"),
+        ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, ...)", "embedding and gather"),
         ("void at::native::elementwise_kernel<128, 2, ...>", "other"),
     ],
 )
@@ -89,9 +92,17 @@ def test_the_least_work_is_counted_product_by_product(tmp_path, quantization):
     outputs = sum(sizes[0] for name, sizes in weight_shapes(config) if "layers" in name and len(sizes) == 2)
     stored = weights + 4 * outputs if fp8 else weights * bytes_each  # e4m3, and an fp32 scale an output
     causal = sum(query + 1 for query in range(tokens))
-    assert prefill.fp8_flops == (2 * weights * batch * tokens if fp8 else 0)
+    # After the last layer's attention only each prompt's last row goes on.
+    last = [
+        (name, sizes) for name, sizes in weight_shapes(config) if f"layers.{layers - 1}." in name and len(sizes) == 2
+    ]
+    ends = sum(a * b for name, (a, b) in last if name.split(".")[-2] in ("o_proj", "gate_proj", "up_proj", "down_proj"))
+    assert 0 < ends < weights / layers
+    products = 2 * ((weights - ends) * batch * tokens + ends * batch)
+    assert prefill.rows == batch * tokens
+    assert prefill.fp8_flops == (products if fp8 else 0)
     assert prefill.flops + prefill.fp8_flops == pytest.approx(
-        2 * weights * batch * tokens + 4 * heads * layers * batch * causal + 2 * head * batch
+        products + 4 * heads * layers * batch * causal + 2 * head * batch
     )
     assert prefill.bytes == pytest.approx(stored + head * bytes_each + kv * batch * tokens)
     for level, phase in ((1, first), (2, second)):

@@ -90,9 +90,9 @@ def loaded(folder, *, backend=CPU, dtype=None, **options):
     return checkpoint.load_model(folder, backend, dtype, ModelOptions(**options))
 
 
-def hidden_states(model):
+def hidden_states(model, rows=None):
     with torch.inference_mode():
-        return model(torch.arange(9), torch.arange(9), PackedPlan(packed_layout(torch.tensor([9])))).double()
+        return model(torch.arange(9), torch.arange(9), PackedPlan(packed_layout(torch.tensor([9]))), rows).double()
 
 
 def kinds(model):
@@ -172,6 +172,27 @@ def test_scales_of_blocks(tmp_path):
 def test_a_folder_called_fp8_proves_nothing(tmp_path, quantization):
     write(tmp_path / "Qwen3-1.7B-FP8")
     assert kinds(loaded(tmp_path / "Qwen3-1.7B-FP8", quantization=quantization)) == {Linear}
+
+
+@pytest.mark.parametrize("form", ["at load", "blocks"])
+@pytest.mark.parametrize("off", [{}, {"enable_fused_rms_fp8": False, "enable_fused_silu_fp8": False}])
+def test_rows_that_are_asked_for_are_those_of_the_whole(tmp_path, form, off):
+    """Attention's rows are taken before they are quantised; each row has a scale of its own, so nothing else changes."""
+    if form == "at load":
+        write(tmp_path)
+        model = loaded(tmp_path, quantization="fp8", **off)
+    else:
+
+        def scale(shape):
+            return "scale_inv", uniform(*(-(-size // 128) for size in shape))
+
+        quantised(tmp_path, PER_BLOCK, scale, hidden=256, intermediate=384, head_dim=128)
+        model = loaded(tmp_path, **off)
+    sizes = []
+    model.layers[-1].self_attn.o_proj.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    rows, whole = torch.tensor([8, 3, 3, 0]), hidden_states(model)
+    torch.testing.assert_close(hidden_states(model, rows), whole[rows], rtol=1e-4, atol=1e-4)
+    assert sizes == [9, 4]
 
 
 def refused(code, call):

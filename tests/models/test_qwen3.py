@@ -11,6 +11,7 @@ from polyrec.attention.layout import packed_layout
 from polyrec.attention.sdpa import PackedPlan
 from polyrec.core.errors import CheckpointError
 from polyrec.hardware import get_hardware_backend
+from polyrec.kvcache.pool import KVPool
 from polyrec.models import checkpoint
 from polyrec.models.qwen3 import SPEC, read_config
 
@@ -62,6 +63,61 @@ def test_logits_and_gradients_equal_transformers(seed, tied, tmp_path):
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max()
         torch.testing.assert_close(ours_by_name[name] / scale, parameter.grad / scale, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@torch.inference_mode()
+def test_rows_that_are_asked_for_are_those_of_the_whole(seed, tmp_path):
+    """With and without a cache; each prompt's last row, the first again and again, any rows, more than there are."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    theirs, ours = theirs_and_ours(random_config(rng, tied=True, bias=seed % 2 == 1), tmp_path)
+    ours.eval()
+    config, ops = ours.config, get_hardware_backend().ops
+    lengths = torch.from_numpy(rng.integers(1, 12, size=int(rng.integers(1, 5))))
+    layout = packed_layout(lengths)
+    tokens = int(lengths.sum())
+    ids = torch.from_numpy(rng.integers(0, config.vocab_size, size=tokens))
+    pools = [
+        KVPool(config.num_hidden_layers, tokens, config.num_key_value_heads, config.head_dim, torch.float32, ids.device)
+        for _ in range(2)
+    ]
+    whole = ours(ids, layout.positions, PackedPlan(layout, pools[0], ops.kv))
+    some = torch.from_numpy(rng.integers(0, tokens, size=tokens + 3))  # more than there are, so some twice
+    for rows in (layout.last, torch.cat((layout.last, torch.zeros(3, dtype=torch.int64))), some, some[:1]):
+        for plan in (PackedPlan(layout), PackedPlan(layout, pools[1], ops.kv)):
+            found = ours(ids, layout.positions, plan, rows)
+            assert found.shape == (len(rows), config.hidden_size)
+            torch.testing.assert_close(found, whole[rows], rtol=1e-4, atol=1e-4)
+    assert torch.equal(pools[1].keys, pools[0].keys), "every token's, of every layer"
+    assert torch.equal(pools[1].values, pools[0].values)
+    expected = torch.stack([theirs(part[None]).logits[0, -1] for part in ids.split(lengths.tolist())])
+    found = ours(ids, layout.positions, PackedPlan(layout), layout.last) @ ours.head_weight.T
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([4, 0, 8, 8]), None])
+@torch.inference_mode()
+def test_what_follows_the_last_attention_runs_for_the_rows_that_are_asked_for(rows, tmp_path):
+    torch.manual_seed(0)
+    config = random_config(np.random.default_rng(0), tied=True, bias=False)
+    config.num_hidden_layers = 3
+    config.layer_types = config.layer_types[:1] * 3
+    _, ours = theirs_and_ours(config, tmp_path)
+    seen = {}
+    for name, module in ours.named_modules():
+        module.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: len(given[0])}))
+    ours(torch.arange(9), torch.arange(9), PackedPlan(packed_layout(torch.tensor([9]))), rows)
+    names = {module: name for name, module in ours.named_modules()}
+    inside = {names[part] for module in ours.after_attention for part in module.modules()}
+    assert inside == {
+        "norm",
+        *(f"layers.2.{name}" for name in ("self_attn.o_proj", "post_attention_layernorm", "mlp")),
+        *(f"layers.2.mlp.{name}" for name in ("gate_up_proj", "down_proj")),
+    }
+    assert inside <= seen.keys()
+    for name, size in seen.items():
+        assert size == (4 if name in inside and rows is not None else 9), name
 
 
 def gradients(model):

@@ -1,7 +1,8 @@
 """The least work of a search, in floating-point operations and bytes, and the time that a device's ceilings allow for it.
 
 Counted: every product of the model, attention's products, the head; weights read once a phase, keys and values written once,
-the prompt's read once a pass and request. Activations are not: a perfect engine keeps them on the chip.
+the prompt's read once a pass and request. Of a prefill, what follows the last layer's attention counts for each prompt's last
+row alone, as it is computed. Activations are not counted: a perfect engine keeps them on the chip.
 """
 
 from __future__ import annotations
@@ -57,35 +58,44 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
         if weight.dim() == 2 and weight.data_ptr() not in {head.data_ptr(), model.embed_tokens.weight.data_ptr()}
     }
     products = [weight for weight in matrices.values() if min(weight.shape) > 1]  # not a quantised one's scales
-    fp8_elements = sum(weight.numel() for weight in products if weight.element_size() == 1)
-    elements = sum(weight.numel() for weight in products) - fp8_elements
+    ends = {weight.data_ptr() for module in model.after_attention for weight in module.parameters()}
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in matrices.values())
     pair = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers  # flops a query and key
     kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * head.element_size()
+
+    def product_work(rows: int, end_rows: int) -> tuple[float, float]:
+        """Flops of the model's products, those of e4m3 ones apart. end_rows: of products after the last layer's attention."""
+        plain = fp8 = 0.0
+        for weight in products:
+            flops = 2.0 * weight.numel() * (end_rows if weight.data_ptr() in ends else rows)
+            plain, fp8 = (plain, fp8 + flops) if weight.element_size() == 1 else (plain + flops, fp8)
+        return plain, fp8
 
     def head_work(level: int, rows: int) -> tuple[float, float]:
         size = layout.codebook_sizes[level] * config.hidden_size
         return 2.0 * size * rows, float(size * head.element_size())
 
+    plain, fp8 = product_work(batch * tokens, batch)
     flops, read = head_work(0, batch)
     found = [
         Phase(
             "prefill",
             batch * tokens,
-            2.0 * elements * batch * tokens + pair * batch * tokens * (tokens + 1) / 2 + flops,
-            2.0 * fp8_elements * batch * tokens,
+            plain + pair * batch * tokens * (tokens + 1) / 2 + flops,
+            fp8,
             weight_bytes + kv * batch * tokens + read,
         )
     ]
     for level in range(1, depth):
         rows = batch * n
+        plain, fp8 = product_work(rows, rows)
         flops, read = head_work(level, rows)
         found.append(
             Phase(
                 f"pass {level}",
                 rows,
-                2.0 * elements * rows + pair * rows * (tokens + level) + flops,
-                2.0 * fp8_elements * rows,
+                plain + pair * rows * (tokens + level) + flops,
+                fp8,
                 weight_bytes + kv * batch * (tokens + n * (level - 1)) + read,
             )
         )

@@ -14,7 +14,8 @@ from .linear import QuantizedRows, make_linear
 class Attention(nn.Module):
     """x [T, D], or its quantised rows -> [T, D]: grouped-query attention with normalised queries and keys (Qwen3).
 
-    layer: its number, which the plan asks for. angles (in `forward`): cos and sin fp32 [T, head_dim / 2].
+    layer: its number, which the plan asks for. In `forward`, angles: cos and sin fp32 [T, head_dim / 2]; rows: int64 [R],
+    those of attention's result that go through the output product -> [R, D]; None: all.
     """
 
     def __init__(
@@ -46,8 +47,15 @@ class Attention(nn.Module):
             ops.rope.qk_norm_rotary_store if fused else decomposed(ops, "rope.qk_norm_rotary_store")
         )
 
-    def forward(self, x: Tensor | QuantizedRows, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
-        return self.o_proj(self.mix(self.qkv_proj(x), angles, plan))
+    def forward(
+        self,
+        x: Tensor | QuantizedRows,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        mixed = self.mix(self.qkv_proj(x), angles, plan)
+        return self.o_proj(mixed if rows is None else mixed.index_select(0, rows))
 
     def mix(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         """What stands between the two products: norms, rotation and the plan. product [T, query | key | value] -> [T, ...]."""

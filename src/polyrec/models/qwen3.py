@@ -7,7 +7,7 @@ Fused QKV and gate_up products, per-head norms on queries and keys, rotary posit
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,10 +102,18 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops=ops, choices=choices)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], plan: AttentionPlan
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """rows: int64 [R], those that go on after attention; None: all."""
         normed, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(normed, angles, plan)
+        hidden = self.self_attn(normed, angles, plan, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         normed, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(normed), residual
 
@@ -141,12 +149,21 @@ class Qwen3(Decoder):
         """[V, D]."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]."""
+    @property
+    def after_attention(self) -> tuple[nn.Module, ...]:
+        """What follows the last layer's attention."""
+        last = cast(DecoderLayer, self.layers[-1])
+        return last.self_attn.o_proj, last.post_attention_layernorm, last.mlp, self.norm
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, int64 [R], [R, D]."""
         angles = self.rotary(positions)
         hidden, residual = self.embed_tokens(token_ids), None
-        for layer in self.layers:
+        *others, last = self.layers
+        for layer in others:
             hidden, residual = layer(hidden, residual, angles, plan)
+        # Without rows the last layer is called as the others are, so that one compiled or fused function serves all.
+        hidden, residual = last(hidden, residual, angles, plan, *(() if rows is None else (rows,)))
         return self.norm(hidden, residual)[0]
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -30,8 +30,8 @@ class DecoderConfig(Settings):
 class Decoder(nn.Module):
     """A model as the engine and the trainer see it.
 
-    Its `layers` have `forward`, and `forward_fused` with the same arguments and results: the form that large models are
-    trained in, whose operations keep less for the backward pass.
+    Its `layers` have `forward`, and `forward_fused` with the same results and, but for rows, arguments: the form that large
+    models are trained in, whose operations keep less for the backward pass.
     """
 
     config: DecoderConfig
@@ -57,8 +57,17 @@ class Decoder(nn.Module):
             train=train,
         )
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]."""
+    @property
+    def after_attention(self) -> tuple[nn.Module, ...]:
+        """What follows the last layer's attention: `forward` runs it for the rows that are asked for."""
+        raise NotImplementedError
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, [R, D].
+
+        rows: int64 [R] on the device, any of them as often as one likes; not while layers are trained in another form. All
+        tokens' keys and values reach the plan, and what follows the last layer's attention is computed for these rows alone.
+        """
         raise NotImplementedError
 
     def init_weights(self, generator: torch.Generator) -> None:
