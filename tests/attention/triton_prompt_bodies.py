@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from polyrec.attention.triton import TritonAttention
-from polyrec.attention.triton_work import MOST_ITEMS, list_work
+from polyrec.attention.triton_work import ITEMS_OF_SEARCH, MOST_ITEMS, list_work
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
@@ -271,8 +271,9 @@ def check_search(result, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "widths"), [((2, 2), (2, 6, 6)), ((4, 2), (20,)), ((4, 1), (20,)), ((4, 1), (40,))])
 def test_beams_read_pages(backend, heads, widths, dtype):
-    """Tiles of 16, 64 and 128 rows, and two tiles."""
+    """Tiles of 16, 64 and 128 rows, and two tiles; alone, where prompts are cut, and among many, where they are not."""
     check_search(search(backend, (513, 0, 30), widths, heads=heads, dtype=dtype), dtype)
+    check_search(search(backend, (513, *[0] * 40, 30), widths, heads=heads, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
@@ -323,22 +324,21 @@ def test_the_list_of_work(backend):
         for request, (spans, first_part, count, row) in enumerate(host(work.requests).tolist()):
             assert (count, row) == (rows[request], first[request])
             assert spans <= max(work.max_spans, 1)
-            if spans > 1 or width:
+            if spans > 1:
                 parts[first_part : first_part + spans * count] += 1
                 assert first_part + spans * count <= work.num_parts
             mine = [item for item in items if item[0] == request]
-            taken = keys[request] and (width or (cached[request] > 0) == (least > 0))
+            taken = width or (keys[request] and (cached[request] > 0) == (least > 0))
             tiles = -(-rows[request] * group // tile) if taken else 0
             assert len(mine) == tiles * spans
             if mine and spans > 1:
                 assert width or cached[request]
-                assert len(mine) <= MOST_ITEMS
+                assert len(mine) <= (min(MOST_ITEMS, ITEMS_OF_SEARCH // places) if width else MOST_ITEMS)
             for of_tile in range(tiles):
                 of_span = [item for item in mine if item[1] == of_tile]
                 assert [item[2] for item in of_span] == [0, *(item[3] for item in of_span[:-1])]
                 assert of_span[-1][3] == keys[request]
-                apart = spans > 1 or width
-                outs = [first_part + span * count if apart else -1 for span in range(spans)]
+                outs = [first_part + span * count if spans > 1 else -1 for span in range(spans)]
                 assert [item[4:] for item in of_span] == [
                     [out, count, row, keys[request] if width else keys[request] - count] for out in outs
                 ]

@@ -180,6 +180,6 @@ class BeamPlan(AttentionPlan):
         search, (rows, heads, dim) = self._search, query.shape
         result = torch.empty((rows, heads * dim), dtype=query.dtype, device=query.device)
         own = OwnTokens(key, value, search.suffix_keys[layer], search.suffix_values[layer], self._ancestors)
-        self._reader.read(layer, query, result, num_earlier=self._ancestors.shape[1])
+        self._reader.read(layer, query, result, own)
         self._reader.merge(query, result, own)
         return result

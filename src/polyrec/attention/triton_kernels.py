@@ -29,7 +29,6 @@ from .triton_work import (
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 TWO_LOG2E: tl.constexpr = tl.constexpr(2.8853900817779268)
 NEVER: tl.constexpr = tl.constexpr(float("-inf"))
-SPANS_AT_ONCE: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -51,6 +50,23 @@ def _attend(scores, value, top, total, acc):
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, total, acc
+
+
+@triton.jit
+def _attend_own(
+    q, k, v, top, total, acc, scale, soft_cap, distance, window, CAPPED: tl.constexpr, WINDOWED: tl.constexpr
+):  # fmt: skip
+    """One own key and value of each row into the running softmax; all [M, D]. distance: tokens from it to the query."""
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    if CAPPED:
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
+    scores = scores * LOG2E
+    if WINDOWED:
+        scores = tl.where(distance < window, scores, NEVER)
+    higher = tl.maximum(top, scores)
+    base = tl.where(higher == NEVER, 0.0, higher)
+    shrink, grow = tl.exp2(top - base), tl.exp2(scores - base)
+    return higher, total * shrink + grow, acc * shrink[:, None] + v.to(tl.float32) * grow[:, None]
 
 
 @triton.jit
@@ -106,19 +122,22 @@ def packed_kernel(
     tl.store(out, acc.to(result.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["page_row", "earlier"])
+@triton.jit(do_not_specialize=["page_row", "step_rows"])
 def prompt_kernel(
     query, keys, values, result, items, count, starts, pages, part, part_top, part_total,
-    page_row, earlier, window, scale, soft_cap, q_row, q_head,
+    key, value, suffix_keys, suffix_values, ancestors,
+    page_row, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
-    CAUSAL: queries are a prompt's last tokens; else beams, `earlier` tokens behind the prompt's next. PAGE: tokens of a page;
-    prompt r has `pages` int32 [R, page_row]; 0: it lies in slots from starts[r] on. part: fp32 [rows, heads, DIM], not yet
-    divided; part_top, part_total: fp32 [rows, heads], the running softmax in base 2. What is not cut goes to the result.
+    OWN 0: queries are a prompt's last tokens; else beams, which have so many tokens of their own behind the prompt, as in
+    `merge_kernel`. PAGE: tokens of a page; prompt r has `pages` int32 [R, page_row]; 0: it lies in slots from starts[r] on.
+    part: fp32 [rows, heads, DIM], not yet divided; part_top, part_total: fp32 [rows, heads], the running softmax in base 2.
+    What is not cut goes to the result, with a beam's own tokens.
     """
+    CAUSAL: tl.constexpr = OWN == 0
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(1)
     lane = tl.arange(0, DIM)
@@ -146,7 +165,7 @@ def prompt_kernel(
                 oldest = tl.maximum(before + first_row // GROUP - window + 1, 0)
                 begin = tl.maximum(begin, oldest // KEYS * KEYS)
         elif WINDOWED:
-            begin = tl.maximum(begin, before + earlier - window + 1)
+            begin = tl.maximum(begin, before + OWN - window)
         for start in range(begin, end, KEYS):
             number = start + tl.arange(0, KEYS)
             there = number < end
@@ -166,6 +185,22 @@ def prompt_kernel(
             scores = tl.where(seen, _scores(q, tl.trans(k), scale, soft_cap, CAPPED), NEVER)
             top, total, acc = _attend(scores, v, top, total, acc)
         if out < 0:
+            for step in tl.static_range(OWN):
+                if step < OWN - 1:
+                    earlier = tl.load(ancestors + token * (OWN - 1) + step, mask=inside, other=0)
+                    own = ((step * step_rows + earlier) * kv_heads + kv_head)[:, None] * DIM + lane
+                    k = tl.load(suffix_keys + own, mask=inside[:, None], other=0.0)
+                    v = tl.load(suffix_values + own, mask=inside[:, None], other=0.0)
+                else:
+                    k = tl.load(
+                        key + (token * k_row + kv_head * k_head)[:, None] + lane, mask=inside[:, None], other=0.0
+                    )
+                    v = tl.load(
+                        value + (token * v_row + kv_head * v_head)[:, None] + lane, mask=inside[:, None], other=0.0
+                    )
+                top, total, acc = _attend_own(
+                    q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
+                )
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             to = (token * HEADS + head)[:, None] * DIM + lane
             tl.store(result + to, acc.to(result.dtype.element_ty), mask=inside[:, None])
@@ -179,14 +214,15 @@ def prompt_kernel(
 @triton.jit(do_not_specialize=["step_rows"])
 def merge_kernel(
     query, key, value, part, part_top, part_total, requests, owner, suffix_keys, suffix_values, ancestors, result,
-    step_rows, window, scale, soft_cap, q_row, q_head, k_row, k_head, v_row, v_head,
+    step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
     OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged.
+    """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. A
+    row whose prompt was not cut has its result already.
 
     A beam's tokens: earlier ones found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows,
-    kv heads, DIM], and its new one. OWN 0: the row is no beam; one whose prompt was not cut has its result already.
+    kv heads, DIM], and its new one. OWN 0: the row is no beam.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
     row = tl.program_id(0).to(tl.int64)
@@ -195,7 +231,7 @@ def merge_kernel(
         return
     at = requests + request * REQUEST_SIZE
     num_spans = tl.load(at + SPANS)
-    if OWN == 0 and num_spans <= 1:
+    if num_spans <= 1:
         return
     num_rows = tl.load(at + PART_ROWS).to(tl.int64)
     first = tl.load(at + FIRST_PART) + row - tl.load(at + PART_ROW)
@@ -203,7 +239,8 @@ def merge_kernel(
     real = head < HEADS
     lane = tl.arange(0, DIM)
     tile = head[:, None] * DIM + lane
-    # Tops first, then eight spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
+    # Tops first, then many spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
+    AT_ONCE: tl.constexpr = MOST if MOST < 8 else 8
     span = tl.arange(0, MOST)[:, None]
     of_span = (first + span * num_rows) * HEADS + head[None, :]
     there = (span < num_spans) & real[None, :]
@@ -211,8 +248,8 @@ def merge_kernel(
     base = tl.where(top == NEVER, 0.0, top)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, DIM], tl.float32)
-    for start in range(0, num_spans, SPANS_AT_ONCE):
-        some = start + tl.arange(0, SPANS_AT_ONCE)[:, None]
+    for start in range(0, num_spans, AT_ONCE):
+        some = start + tl.arange(0, AT_ONCE)[:, None]
         place = (first + some * num_rows) * HEADS + head[None, :]
         real_some = (some < num_spans) & real[None, :]
         grow = tl.exp2(tl.load(part_top + place, mask=real_some, other=NEVER) - base[None, :])
@@ -220,30 +257,21 @@ def merge_kernel(
         sums = tl.load(part + place[:, :, None] * DIM + lane[None, None, :], mask=real_some[:, :, None], other=0.0)
         acc += tl.sum(sums * grow[:, :, None], 0)
     if OWN > 0:
-        q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
+        q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
         of_kv = (head // GROUP)[:, None] * DIM + lane
         for step in tl.static_range(OWN):
             if step < OWN - 1:
                 earlier = tl.load(ancestors + row * (OWN - 1) + step)
                 at = (step * step_rows + earlier) * kv_heads * DIM
-                k = tl.load(suffix_keys + at + of_kv, mask=real[:, None], other=0.0).to(tl.float32)
-                v = tl.load(suffix_values + at + of_kv, mask=real[:, None], other=0.0).to(tl.float32)
+                k = tl.load(suffix_keys + at + of_kv, mask=real[:, None], other=0.0)
+                v = tl.load(suffix_values + at + of_kv, mask=real[:, None], other=0.0)
             else:
                 kv_head = (head // GROUP)[:, None]
-                k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
-                v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0).to(tl.float32)
-            scores = tl.sum(q * k, 1) * scale
-            if CAPPED:
-                scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
-            scores = scores * LOG2E
-            if WINDOWED:
-                scores = tl.where(OWN - 1 - step < window, scores, NEVER)
-            higher = tl.maximum(top, scores)
-            base = tl.where(higher == NEVER, 0.0, higher)
-            shrink, grow = tl.exp2(top - base), tl.exp2(scores - base)
-            total = total * shrink + grow
-            acc = acc * shrink[:, None] + v * grow[:, None]
-            top = higher
+                k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0)
+                v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0)
+            top, total, acc = _attend_own(
+                q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
+            )
     total = tl.where(real, total, 1.0)
     to = result + row * (HEADS * DIM) + tile
     tl.store(to, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayout
 from . import triton_kernels as kernels
-from .triton_work import MOST_ITEMS, list_work
+from .triton_work import list_work
 
 # Keys of the smallest span that a prompt is cut into, where its query rows fit one tile; twice that where they do not. The
 # rows of a few new tokens are few, so their partial results weigh little; those of beams weigh as much as 128 keys.
@@ -47,7 +47,6 @@ class PromptReader:
         rows = (width or layout.longest) * group
         most = 64 if needs.head_dim > 128 else 128
         self._tile = next((size for size in ((16, 32, 64) if width else (64,)) if rows <= size), most)
-        self._causal = width == 0
         num_rows = len(layout.lengths) * width or layout.num_tokens
         self.work = work = list_work(
             layout.prompt_lengths if width else layout.lengths,
@@ -71,35 +70,40 @@ class PromptReader:
         self._part_top = torch.empty(part, dtype=torch.float32, device=device)
         self._part_total = torch.empty_like(self._part_top)
 
-    def read(self, layer: int, query: Tensor, result: Tensor, num_earlier: int = 0) -> None:
-        """query [T, heads, D]. Prompts that are not cut give rows of the result [T, heads · D], others wait for `merge`.
-
-        num_earlier: tokens of a beam between its prompt and its query.
-        """
+    def read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
+        """query [T, heads, D]. Prompts that are not cut give rows of the result [T, heads · D], others wait for `merge`."""
         needs, work = self.needs, self.work
         num_programs = min(work.max_items, max(1, PROGRAMS // needs.num_kv_heads))
         kernels.prompt_kernel[(num_programs, needs.num_kv_heads)](
             query, *self._cache.layer(layer), result, work.items, work.count, *self._place,
-            self._part, self._part_top, self._part_total,
-            self._page_row, num_earlier, *self._common(query),
-            **self._sizes(), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CAUSAL=self._causal,
+            self._part, self._part_top, self._part_total, *self._tensors(query, own),
+            self._page_row, *self._strides(query, own), *self._common(query),
+            **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page,
             num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
         )  # fmt: skip
 
     def merge(self, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
-        """Into the result [T, heads · D], with the beams' own tokens. All of these are needed after `read`."""
+        """Into the result [T, heads · D], with the beams' own tokens."""
         work, heads = self.work, self.needs.num_heads
-        if own is None and work.max_spans == 1:
+        if work.max_spans == 1:
             return
         # The same for every batch: another block might add in another order.
         block = min(4, triton.next_power_of_2(heads))
-        key, value, suffix_keys, suffix_values, ancestors = own or (query, query, query, query, work.owner)
+        key, value, suffix_keys, suffix_values, ancestors = self._tensors(query, own)
         kernels.merge_kernel[(len(query), triton.cdiv(heads, block))](
             query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
-            suffix_keys, suffix_values, ancestors, result, suffix_keys.shape[-3], *self._common(query),
-            *key.stride()[:2], *value.stride()[:2], **self._sizes(), BLOCK=block, MOST=MOST_ITEMS,
-            OWN=0 if own is None else ancestors.shape[1] + 1, num_warps=2,
+            suffix_keys, suffix_values, ancestors, result, *self._strides(query, own), *self._common(query),
+            **self._sizes(own), BLOCK=block, MOST=triton.next_power_of_2(work.max_spans), num_warps=2,
         )  # fmt: skip
+
+    def _tensors(self, query: Tensor, own: OwnTokens | None) -> OwnTokens:
+        """Where there are no own tokens, tensors that are not read."""
+        return own or OwnTokens(query, query, query, query, self.work.owner)
+
+    def _strides(self, query: Tensor, own: OwnTokens | None) -> tuple[int, ...]:
+        """Rows of a pass's suffix, and the strides of the new keys and values."""
+        key, value, suffix_keys, *_ = self._tensors(query, own)
+        return suffix_keys.shape[-3], *key.stride()[:2], *value.stride()[:2]
 
     def _num_stages(self, query: Tensor) -> int:
         """A page's number is read before its keys, so each block that is fetched ahead takes two stages."""
@@ -111,9 +115,10 @@ class PromptReader:
         needs = self.needs
         return needs.sliding_window or 0, needs.head_dim**-0.5, needs.soft_cap or 1.0, *query.stride()[:2]
 
-    def _sizes(self) -> dict[str, int | bool]:
+    def _sizes(self, own: OwnTokens | None) -> dict[str, int | bool]:
         needs = self.needs
         return {
+            "OWN": 0 if own is None else own.ancestors.shape[1] + 1,
             "HEADS": needs.num_heads,
             "GROUP": needs.num_heads // needs.num_kv_heads,
             "DIM": needs.head_dim,

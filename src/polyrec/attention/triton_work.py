@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ITEMS = 16  # spans · tiles that one prompt's reading is cut into: 8 kv heads then fill 128 multiprocessors
+ITEMS_OF_SEARCH = (
+    32  # the same of all prompts of a search, two a multiprocessor; each is cut once where this leaves no more
+)
 
 # Columns of an item, and of a request.
 REQUEST: tl.constexpr = tl.constexpr(0)
@@ -36,7 +39,7 @@ REQUEST_SIZE: tl.constexpr = tl.constexpr(4)
 @dataclass(frozen=True)
 class Work:
     """items: int32 [max_items, 8], of which the first `count` int32 [1] are there: request, tile of query rows, the span's
-    first key, the one behind its last, row of its partial results (−1: none are kept), query rows of the request, the first of
+    first key, the one behind its last, row of its partial results (−1: it is not cut), query rows of the request, the first of
     them, keys before the first of them.
 
     requests: int32 [R, 4]: spans, first row of partial results, query rows, the first of them. owner: int32 [rows], the request
@@ -68,19 +71,21 @@ def list_work(
 
     lengths: int64 [R], query rows of each request, packed; they are the last of its keys. With `cached` int64 [R], which counts
     the keys before them, only requests that have such keys are listed, or where nothing is cut those that have none. With a
-    `width`: keys of each request, which all of its `width` query rows see.
+    `width`: keys of each request, which all of its `width` query rows see; a request without keys has an item all the same.
 
     num_rows: query rows of all. tile: of group · rows that one item takes. longest: at least the most keys of a request.
     least: keys of the smallest span; 0: nothing is cut.
     """
     device, requests = lengths.device, len(lengths)
     places = requests if width else min(requests, num_rows)
+    tiles = triton.cdiv(width * group, tile) if width else 1
     most = MOST_ITEMS if least else 1
+    if width:  # many prompts fill the device; how many there may be is known when the search is recorded
+        most = max(tiles, min(most, ITEMS_OF_SEARCH // requests))
     # A request's tiles · spans are at most the larger of its tiles and `most`, hence at most their sum − 1.
     max_items = places * most + num_rows * group // tile
     max_spans = 1
     if least:
-        tiles = triton.cdiv(width * group, tile) if width else 1
         smallest = least * min(tiles, 2)
         max_spans = max(1, min(most // tiles, triton.cdiv(longest, smallest)))
     # A request that is cut has at most most · tile // group rows of partial results: its spans · tiles are at most `most`.
@@ -92,7 +97,7 @@ def list_work(
         owner=torch.empty(num_rows if least else 0, dtype=torch.int32, device=device),
         max_items=max_items,
         max_spans=max_spans,
-        num_parts=num_parts if max_spans > 1 or width else 0,
+        num_parts=num_parts if max_spans > 1 else 0,
     )
     work_kernel[(requests,)](
         lengths, cached, work.items, work.count, work.requests, work.owner, num_rows, width, least,
@@ -128,13 +133,10 @@ def _sizes(
         tiles = tl.where(listed, tiles, 0)
         size = tl.where(listed, size, keys)
     size = tl.maximum(size, 1)
-    return rows, keys, tiles, size, (keys + size - 1) // size
-
-
-@triton.jit
-def _apart(spans, BEAMS: tl.constexpr):
-    """Whether results of spans are kept apart, to be merged: beams have more tokens to come."""
-    return spans > 0 if BEAMS else spans > 1
+    spans = (keys + size - 1) // size
+    if BEAMS:
+        spans = tl.where(there, tl.maximum(spans, 1), 0)
+    return rows, keys, tiles, size, spans
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "least"])
@@ -156,13 +158,12 @@ def work_kernel(
         )  # fmt: skip
         first_item += tl.sum(tiles * spans, 0)
         first_row += tl.sum(rows, 0)
-        first_part += tl.sum(tl.where(_apart(spans, BEAMS), rows * spans, 0), 0)
+        first_part += tl.sum(tl.where(spans > 1, rows * spans, 0), 0)
     rows, keys, tiles, size, spans = _sizes(
         request, request + 1, lengths, cached, width, least,
         GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT,
     )  # fmt: skip
     num_items = tiles * spans
-    apart = _apart(spans, BEAMS)
     before = keys - rows
     if BEAMS:
         before = keys
@@ -175,7 +176,7 @@ def work_kernel(
         tl.store(at + TILE, tiles - 1 - number // spans, mask=real)
         tl.store(at + BEGIN, span * size, mask=real)
         tl.store(at + END, tl.minimum(span * size + size, keys), mask=real)
-        tl.store(at + OUT, tl.where(apart, first_part + span * rows, -1), mask=real)
+        tl.store(at + OUT, tl.where(spans > 1, first_part + span * rows, -1), mask=real)
         tl.store(at + ROWS_OF, rows + lane * 0, mask=real)
         tl.store(at + FIRST_ROW, first_row + lane * 0, mask=real)
         tl.store(at + BEFORE, before + lane * 0, mask=real)
