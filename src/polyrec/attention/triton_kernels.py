@@ -32,20 +32,29 @@ NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _scores(query, key, scale, soft_cap, CAPPED: tl.constexpr):
-    """query [M, D] · key [D, N], scaled and capped, in base 2."""
-    scores = tl.dot(query, key, input_precision="ieee") * scale
-    if CAPPED:  # tanh by its exponential
+def _capped(scores, soft_cap, CAPPED: tl.constexpr):
+    """The scores, soft-capped where a model does that: tanh by its exponential."""
+    if CAPPED:
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
-    return scores * LOG2E
+    return scores
 
 
 @triton.jit
-def _attend(scores, value, top, total, acc):
-    """One block of keys into the running softmax (Milakov and Gimelshein, 2018)."""
-    higher = tl.maximum(top, tl.max(scores, 1))
+def _attend(query, key, value, seen, top, total, acc, scale, soft_cap, MASKED: tl.constexpr, CAPPED: tl.constexpr):
+    """One block of keys into the running softmax (Milakov and Gimelshein, 2018), in base 2. query [M, D], key [D, N].
+
+    The work on each score weighs as much as the products: one multiplication and addition, where nothing is capped or hidden.
+    """
+    scores = tl.dot(query, key, input_precision="ieee")
+    if CAPPED:
+        scores = _capped(scores * scale, soft_cap, CAPPED)
+        scale = 1.0
+    if MASKED:
+        scores = tl.where(seen, scores, NEVER)
+    scale = scale * LOG2E
+    higher = tl.maximum(top, tl.max(scores, 1) * scale)
     base = tl.where(higher == NEVER, 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
@@ -58,9 +67,7 @@ def _attend_own(
 ):  # fmt: skip
     """One own key and value of each row into the running softmax; all [M, D]. distance: tokens from it to the query."""
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-    if CAPPED:
-        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * TWO_LOG2E / soft_cap) + 1.0))
-    scores = scores * LOG2E
+    scores = _capped(scores, soft_cap, CAPPED) * LOG2E
     if WINDOWED:
         scores = tl.where(distance < window, scores, NEVER)
     higher = tl.maximum(top, scores)
@@ -104,7 +111,7 @@ def packed_kernel(
             place = first + start + tl.arange(0, KEYS)
             k = tl.load(key + place[None, :] * k_row + lane[:, None])
             v = tl.load(value + place[:, None] * v_row + lane[None, :])
-            top, total, acc = _attend(_scores(q, k, scale, soft_cap, CAPPED), v, top, total, acc)
+            top, total, acc = _attend(q, k, v, True, top, total, acc, scale, soft_cap, False, CAPPED)
         begin = whole
     for start in range(begin, end, KEYS):
         number = start + tl.arange(0, KEYS)
@@ -115,11 +122,22 @@ def packed_kernel(
         seen = (number[None, :] <= row[:, None]) & there[None, :]
         if WINDOWED:
             seen &= row[:, None] - number[None, :] < window
-        scores = tl.where(seen, _scores(q, k, scale, soft_cap, CAPPED), NEVER)
-        top, total, acc = _attend(scores, v, top, total, acc)
+        top, total, acc = _attend(q, k, v, seen, top, total, acc, scale, soft_cap, True, CAPPED)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out = result + (token[:, None] * HEADS + head) * DIM + lane
     tl.store(out, acc.to(result.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _slots(number, there, request, pages, starts, page_row, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """int64 [N], where a prompt's tokens lie. PAGE, pages, starts: as of `prompt_kernel`."""
+    if PAGE:
+        at = pages + request * page_row + number // PAGE
+        page = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
+        slot = page.to(tl.int64) * PAGE + number % PAGE
+    else:
+        slot = tl.load(starts + request) + number
+    return slot
 
 
 @triton.jit(do_not_specialize=["page_row", "step_rows"])
@@ -166,14 +184,24 @@ def prompt_kernel(
                 begin = tl.maximum(begin, oldest // KEYS * KEYS)
         elif WINDOWED:
             begin = tl.maximum(begin, before + OWN - window)
-        for start in range(begin, end, KEYS):
+        # Blocks of which every key is there, and seen by every query, need no mask.
+        whole = begin
+        if not WINDOWED:
+            whole = end
+            if CAUSAL:
+                whole = tl.minimum(end, before + first_row // GROUP)
+            whole = begin + tl.maximum(whole - begin, 0) // KEYS * KEYS
+            for start in range(begin, whole, KEYS):
+                number = start + tl.arange(0, KEYS)
+                slot = _slots(number, number >= 0, request, pages, starts, page_row, PAGE, False)
+                place = (slot * kv_heads + kv_head)[:, None] * DIM + lane[None, :]
+                k = tl.load(keys + place).to(q.dtype)
+                v = tl.load(values + place).to(q.dtype)
+                top, total, acc = _attend(q, tl.trans(k), v, True, top, total, acc, scale, soft_cap, False, CAPPED)
+        for start in range(whole, end, KEYS):
             number = start + tl.arange(0, KEYS)
             there = number < end
-            if PAGE:
-                page = tl.load(pages + request * page_row + number // PAGE, mask=there, other=0)
-                slot = page.to(tl.int64) * PAGE + number % PAGE
-            else:
-                slot = tl.load(starts + request) + number
+            slot = _slots(number, there, request, pages, starts, page_row, PAGE, True)
             place = (slot * kv_heads + kv_head)[:, None] * DIM + lane[None, :]
             k = tl.load(keys + place, mask=there[:, None], other=0.0).to(q.dtype)
             v = tl.load(values + place, mask=there[:, None], other=0.0).to(q.dtype)
@@ -182,8 +210,7 @@ def prompt_kernel(
                 seen = seen & (number[None, :] <= position[:, None])
                 if WINDOWED:
                     seen = seen & (position[:, None] - number[None, :] < window)
-            scores = tl.where(seen, _scores(q, tl.trans(k), scale, soft_cap, CAPPED), NEVER)
-            top, total, acc = _attend(scores, v, top, total, acc)
+            top, total, acc = _attend(q, tl.trans(k), v, seen, top, total, acc, scale, soft_cap, True, CAPPED)
         if out < 0:
             for step in tl.static_range(OWN):
                 if step < OWN - 1:
