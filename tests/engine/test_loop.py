@@ -36,10 +36,10 @@ def held(recommender):
     entered, release = threading.Event(), threading.Event()
     step = recommender.engine.step
 
-    def slow_step():
+    def slow_step(intake):
         entered.set()
         assert release.wait(WAIT_S)
-        return step()
+        return step(intake)
 
     recommender.engine.step = slow_step
     loop = EngineLoop(recommender, max_queue=3)
@@ -165,7 +165,7 @@ def test_a_loop_that_was_never_started_drains(recommender):
 def test_a_failing_engine_tells_everyone_and_stops(recommender):
     entered, release = threading.Event(), threading.Event()
 
-    def broken_step():
+    def broken_step(intake):
         entered.set()
         assert release.wait(WAIT_S)
         raise ZeroDivisionError("the device is gone")
@@ -236,10 +236,10 @@ def test_calls_are_made_while_batches_follow_each_other(recommender):
     loop = EngineLoop(recommender)
     step, called = recommender.engine.step, []
 
-    def step_that_asks_again():
+    def step_that_asks_again(intake):
         if not called:
             futures.append(loop.submit(ask(len(futures) % 60)))
-        return step()
+        return step(intake)
 
     recommender.engine.step = step_that_asks_again
     loop.start()

@@ -234,6 +234,72 @@ def stop():
     raise KeyboardInterrupt
 
 
+@pytest.fixture
+def busy(parts, monkeypatch):
+    """An engine whose device works while the host goes on, and how many requests each of its launches took."""
+    engine = make_engine(parts, prefix_cache=False)
+    engine._overlaps = True
+    launch, launches = engine._launch, []
+
+    def launch_and_tell(indices):
+        if indices:
+            launches.append(len(indices))
+        return launch(indices)
+
+    monkeypatch.setattr(engine, "_launch", launch_and_tell)
+    return engine, launches
+
+
+def test_who_comes_while_the_device_works_is_launched_when_it_is_nearly_done(busy, monkeypatch):
+    engine, launches = busy
+    due = time.monotonic() + 0.2
+    monkeypatch.setattr(engine._pace, "due", lambda *batch: due)
+    rng, done, waits = np.random.default_rng(0), [], []
+    coming = [request(rng.integers(0, LAYOUT.begin, length)) for length in (9, 30)]
+
+    def intake(seconds):
+        waits.append(seconds)
+        assert launches == [1], "nothing more before it is time"
+        if coming:
+            engine.submit(coming.pop(), done.append)
+        else:
+            time.sleep(seconds)
+
+    engine.submit(request(rng.integers(0, LAYOUT.begin, 20)), done.append)
+    assert engine.step(intake) == 1
+    assert launches == [1, 2]
+    assert len(waits) >= 3
+    assert all(0 <= seconds <= 0.2 for seconds in waits)
+    assert engine.step(intake) == 2
+    assert (len(done), engine.num_waiting) == (3, 0)
+
+
+def test_a_batch_of_unknown_length_is_waited_for(busy):
+    engine, launches = busy
+    rng, done = np.random.default_rng(0), []
+    for _ in range(2):
+        engine.submit(request(rng.integers(0, LAYOUT.begin, 20)), done.append)
+        assert engine.step(lambda seconds: pytest.fail("waited for requests")) == 1
+        engine._pace = type(engine._pace)()
+    assert launches == [1, 1]
+
+
+def test_an_idle_device_is_given_half_and_the_other_half_behind_it(busy, monkeypatch):
+    engine, launches = busy
+    limits = engine.config.limits.model_copy(update={"filling_rows": 40})
+    engine.config = engine.config.model_copy(update={"limits": limits})
+    monkeypatch.setattr(engine._pace, "due", lambda *batch: 0.0)
+    rng, done = np.random.default_rng(0), []
+    for _ in range(4):
+        engine.submit(request(rng.integers(0, LAYOUT.begin, 20)), done.append)
+    assert engine.step(lambda seconds: None) == 2
+    assert launches == [2, 2]
+    assert engine.step(lambda seconds: None) == 2
+    assert len(done) == 4
+    engine.run([request(rng.integers(0, LAYOUT.begin, 20)) for _ in range(4)])
+    assert launches == [2, 2, 4], "nobody waits for the first answers alone"
+
+
 def test_a_request_whose_time_is_over_is_not_run(parts, monkeypatch):
     engine = make_engine(parts)
     answers = {}

@@ -25,8 +25,9 @@ from ..sid.trie import Trie
 from .batching import make_batch, split_results
 from .graphs import GraphSizes, up_to
 from .memory import PromptMemory
+from .pace import Pace
 from .runner import make_runner
-from .scheduler import BatchLimits, Candidate, choose_batch
+from .scheduler import BatchLimits, Candidate, choose_batch, first_part
 from .search import Searcher
 from .searches import SearchRequest, SearchResult
 
@@ -59,8 +60,10 @@ class Waiting:
 @dataclass(frozen=True)
 class InFlight:
     """A batch that the device works on. held: its prompts' pages. scores, nodes: host tensors [R, W], complete once `finished`
-    is passed."""
+    is passed. rows: through the model. launched: `time.monotonic` seconds."""
 
+    rows: int
+    launched: float
     chosen: list[Waiting]
     held: list[Held]
     scores: Tensor
@@ -100,6 +103,7 @@ class Engine:
         )
         # Elsewhere a second batch would only make the first one's answers wait.
         self._overlaps = backend.capabilities.async_copies
+        self._pace = Pace()
         self._waiting: list[Waiting] = []
         self._in_flight: InFlight | None = None
 
@@ -129,19 +133,22 @@ class Engine:
         num_cached = self.memory.prefixes.peek(request.prompt)
         self._waiting.append(Waiting(request, done, num_cached, time.monotonic(), deadline))
 
-    def step(self) -> int:
+    def step(self, intake: Callable[[float], None] | None = None) -> int:
         """Launches a batch, or takes the one launched before, and answers it. Returns how many were answered; 0: none waits.
 
-        While the device works, the host launches the next batch if that is full: one that is not may still grow.
+        While the device works, the host launches the next batch: at once if that is full, else as late as the device allows,
+        since it may still grow. intake: waits for requests, for so many seconds at most, and submits those that came; None:
+        nobody comes before this returns.
         """
         self._drop_expired()
-        current, self._in_flight = self._in_flight or self._launch(self._choose()), None
+        current, self._in_flight = self._in_flight or self._launch(self._choose_first(intake is not None)), None
         if current is None:
             return 0
         try:
             if self._overlaps:
-                self._in_flight = self._launch_full()
+                self._launch_behind(current, intake)
             current.finished.synchronize()
+            self._pace.finished(current.rows, len(current.chosen), current.launched, time.monotonic())
             results = split_results(
                 [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
             )
@@ -204,13 +211,37 @@ class Engine:
         ]
         return choose_batch(candidates, self.config.limits, prefixes.num_free + prefixes.num_evictable)
 
-    def _launch_full(self) -> InFlight | None:
+    def _choose_first(self, others_come: bool) -> list[int]:
+        """The batch of a device that idles. others_come: a second one may be launched behind it."""
         chosen = self._choose()
-        full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
-        return self._launch(chosen) if full else None
+        if not (others_come and self._overlaps):
+            return chosen
+        rows = [self._rows_of(self._waiting[index]) for index in chosen]
+        return chosen[: first_part(rows, self.config.limits.filling_rows)]
+
+    def _launch_behind(self, current: InFlight, intake: Callable[[float], None] | None) -> None:
+        """Launches the batch after the current one, if there is any to launch before that ends."""
+        due = self._pace.due(current.rows, len(current.chosen), current.launched)
+        while True:
+            chosen = self._choose()
+            full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
+            is_time = due is not None and time.monotonic() >= due
+            if chosen and (full or is_time or intake is None):
+                self._in_flight = self._launch(chosen)
+                return
+            if is_time or due is None or intake is None:
+                return
+            intake(max(due - time.monotonic(), 0.0))
+            self._drop_expired()
+
+    def _rows_of(self, waiting: Waiting) -> int:
+        """Through the model: of the prompt, as far as it is not cached, and of the beams of all passes."""
+        passes = self.trie.depth - 1
+        return len(waiting.request.prompt) - waiting.num_cached + passes * waiting.request.beam_width
 
     def _launch(self, indices: list[int]) -> InFlight | None:
         """Admission, batch, prefill and search, and the one copy to the host: all of it queued, none of it waited for."""
+        started = time.monotonic()
         chosen, held = self._admit(indices)
         if not chosen:
             return None
@@ -225,7 +256,9 @@ class Engine:
         for waiting, each in zip(chosen, held, strict=True):
             self.memory.prefixes.keep(each, waiting.request.prompt)
         self.memory.make_room()
-        return InFlight(chosen, held, scores, nodes, finished)
+        now = time.monotonic()
+        self._pace.launched(now - started)
+        return InFlight(sum(map(self._rows_of, chosen)), now, chosen, held, scores, nodes, finished)
 
     def _admit(self, indices: list[int]) -> tuple[list[Waiting], list[Held]]:
         """Takes the chosen from the queue, each with its pages. Where a prefix has left the cache since the request came, pages

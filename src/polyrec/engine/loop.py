@@ -142,15 +142,19 @@ class EngineLoop:
     def _run(self, waiting: list[Asked]) -> None:
         """Until nobody waits: gives the engine who is here, runs a batch, takes who came meanwhile."""
         engine, unanswered = self.recommender.engine, set[Future[Any]]()
+
+        def submit(some: list[Asked]) -> None:
+            for asked in some:
+                unanswered.add(asked.future)
+                engine.submit(asked.search, self._answer(asked.future), asked.deadline)
+
         with self.recommender.lock:
             try:
                 while waiting or unanswered:
                     self._run_calls()
                     started = time.perf_counter()
-                    for asked in waiting:
-                        unanswered.add(asked.future)
-                        engine.submit(asked.search, self._answer(asked.future), asked.deadline)
-                    if engine.step():
+                    submit(waiting)
+                    if engine.step(lambda timeout: submit(self._collect(timeout))):
                         self._stats["batches"] += 1
                     unanswered = {future for future in unanswered if not future.done()}
                     self._stats["replays"] = engine.num_replays
@@ -199,6 +203,8 @@ class EngineLoop:
         """
         waiting: list[Asked] = []
         limit = 2 * self.recommender.engine.config.limits.max_requests - self.recommender.engine.num_waiting
+        if limit <= 0 and timeout:
+            time.sleep(timeout)
         while len(waiting) < limit:
             try:
                 asked = self._queue.get(block=timeout is not None, timeout=timeout)

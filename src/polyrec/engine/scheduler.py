@@ -18,6 +18,8 @@ class BatchLimits(Settings):
     L tokens therefore gives way to shorter ones for L / ageing seconds at most: with the default, half a second for 5,000.
     reserve_after_seconds: pages are kept free for a request that is first in order and has waited so long. Batches in flight
     give theirs back within a few hundred milliseconds, so one that waited longer was overtaken.
+    filling_rows: rows through the model (prompts' tokens, and beams of each pass) from which on a batch takes as much longer as
+    it has more of them; half of what waits goes first where each half has so many.
     """
 
     max_requests: int = Field(64, ge=1)
@@ -25,6 +27,7 @@ class BatchLimits(Settings):
     max_beams: int = Field(8_192, ge=1)
     ageing_tokens_per_second: float = Field(10_000.0, gt=0, allow_inf_nan=False)
     reserve_after_seconds: float = Field(1.0, ge=0, allow_inf_nan=False)
+    filling_rows: int = Field(4_096, ge=1)
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,18 @@ def choose_batch(candidates: Sequence[Candidate], limits: BatchLimits, num_pages
         if count == limits.max_requests:
             break
     return chosen
+
+
+def first_part(rows: Sequence[int], filling_rows: int) -> int:
+    """How many of a batch's requests, of so many rows each, a device that idles is given first: half of the rows, where both
+    halves fill it. The first are then answered in half the time and the others no later, and the host works on the answers and
+    on the next batch while the device works; else all."""
+    total = sum(rows)
+    if total < 2 * filling_rows:
+        return len(rows)
+    done = 0
+    for count, each in enumerate(rows, 1):
+        done += each
+        if 2 * done >= total:
+            return count
+    return len(rows)
