@@ -112,10 +112,10 @@ class CudaLikeGraph(Graph):
     def _record(self, function: Callable[[], Any], pool: object | None, name: str) -> tuple[Any, Any]:
         module = self._module
         pool = self.new_pool() if pool is None else pool
-        gc.collect()  # a tensor or graph that dies during a capture would free memory within it
         module.synchronize()
-        module.empty_cache()
         graph = getattr(module, self._graph_class)()
+        collects = gc.isenabled()
+        gc.disable()  # a tensor or graph in a cycle would free memory in the middle of the capture
         try:
             graph.capture_begin(pool)
             try:
@@ -138,6 +138,9 @@ class CudaLikeGraph(Graph):
                 "In a captured function nothing synchronises (.item(), .cpu(), boolean indexing), allocates on the host or"
                 " branches on a tensor's value.",
             ) from error
+        finally:
+            if collects:
+                gc.enable()
         return graph, result
 
     def _repair(self, graph: Any, pool: object) -> None:
