@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyrec.engine.pace import MARGIN_SECONDS, NEWEST, Pace
+from polyrec.engine.pace import EARLIER, MARGIN_SECONDS, NEWEST, Pace
 from polyrec.engine.scheduler import first_part
 
 
@@ -16,11 +16,11 @@ def test_a_kind_that_was_never_seen_has_no_time():
     assert pace.due(4001, 9, 2.0) is not None
 
 
-def test_the_next_is_launched_as_long_before_the_end_as_launches_take():
+def test_the_next_is_launched_before_the_end_by_more_than_launches_take():
     pace = Pace()
     pace.finished(4000, 8, launched=1.0, now=1.04)
     pace.launched(0.003)
-    assert pace.due(4000, 8, 2.0) == pytest.approx(2.04 - 0.003 - MARGIN_SECONDS)
+    assert pace.due(4000, 8, 2.0) == pytest.approx(2.04 - EARLIER * 0.003 - MARGIN_SECONDS)
 
 
 def test_a_batch_begins_when_the_one_before_it_ends():

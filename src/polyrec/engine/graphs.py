@@ -39,8 +39,7 @@ class GraphSizes(Settings):
     tokens: tuple[int, ...] = (
         *range(128, 1024, 128),
         *range(1024, 2048, 256),
-        *range(2048, 8192, 512),
-        *range(8192, 16_384 + 1, 1024),
+        *range(2048, 16_384 + 1, 512),
     )
     rest_tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     filter_keys: int = Field(65_536, ge=1)

@@ -7,7 +7,8 @@ ROWS_OF_A_KIND = (
     512  # batches whose rows through the model differ by less are of one kind, if their requests are about as many
 )
 NEWEST = 0.3  # weight of the newest observation
-MARGIN_SECONDS = 0.5e-3  # by which a launch is earlier than its usual time asks for
+EARLIER = 2.0  # launches are begun by so many times their usual time before the device is done, and by the margin,
+MARGIN_SECONDS = 1e-3  # since a device that waits is lost, and a batch that is launched early only grows no more
 
 
 class Pace:
@@ -33,7 +34,7 @@ class Pace:
         seconds = self._seconds.get(kind_of(rows, requests))
         if seconds is None:
             return None
-        return max(launched, self._last_end) + seconds - self._launch_seconds - MARGIN_SECONDS
+        return max(launched, self._last_end) + seconds - EARLIER * self._launch_seconds - MARGIN_SECONDS
 
 
 def kind_of(rows: int, requests: int) -> tuple[int, int]:

@@ -54,6 +54,17 @@ def converted(values, source, target, rounding):
     return tensor.view(bits).numpy()
 
 
+def checking(executor):
+    """What stands in for the interpreter's launch, which takes any number of warps."""
+
+    class Checking(executor):
+        def __call__(self, *arguments, num_warps=4, **options):
+            assert num_warps in (1, 2, 4, 8, 16, 32)
+            return super().__call__(*arguments, **options)
+
+    return Checking
+
+
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     """Lets the kernels run on the host where Triton interprets them."""
@@ -61,6 +72,9 @@ def interpreter(monkeypatch):
         import triton.runtime.interpreter
 
         monkeypatch.setattr(triton.runtime.interpreter, "_convert_float", converted)
+        monkeypatch.setattr(
+            triton.runtime.interpreter, "GridExecutor", checking(triton.runtime.interpreter.GridExecutor)
+        )
         monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
         monkeypatch.setattr(linear, "is_tuned", lambda device: True)
         monkeypatch.setattr(beams, "MIN_KEPT", 16)  # it takes a second to sort 512 numbers
@@ -244,7 +258,7 @@ def test_a_row_of_zeros_and_a_row_with_a_nan(device):
     close_quantised(quantised[2:], scale[2:], exact(x[2:]))
 
 
-HEADS = [(1, 2, 1, 64), (3, 3, 1, 100), (3, 16, 8, 128)]
+HEADS = [(1, 2, 1, 64), (3, 3, 1, 100), (3, 16, 8, 128), (2, 32, 32, 96)]
 HEADS += [] if INTERPRETED else [(1000, 16, 8, 128), (1000, 12, 2, 64), (1000, 32, 32, 96)]
 CACHES = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, FP8: 0.07}
 

@@ -140,5 +140,5 @@ def rotate(
         HALF_TILE=triton.next_power_of_2(size // 2),
         NORM=weights is not None,
         STORE=kept is not None,
-        num_warps=min(max(triton.next_power_of_2(heads) * size // 512, 1), 8),
+        num_warps=min(max(triton.next_power_of_2(heads) * triton.next_power_of_2(size) // 512, 1), 8),
     )

@@ -142,7 +142,7 @@ def rotate_backward(
         HEADS_TILE=triton.next_power_of_2(heads),
         KV_TILE=triton.next_power_of_2(kv_heads),
         HALF_TILE=triton.next_power_of_2(size // 2),
-        num_warps=min(max(triton.next_power_of_2(heads) * size // 512, 1), 8),
+        num_warps=min(max(triton.next_power_of_2(heads) * triton.next_power_of_2(size) // 512, 1), 8),
     )
     by_q, by_k = parts.sum(0)
     return q_out, k_out, by_q.to(weights[0].dtype), by_k.to(weights[1].dtype)
