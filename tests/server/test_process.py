@@ -176,6 +176,10 @@ def test_a_user_who_returns_costs_the_new_items(tiny_server: ServerProcess, tiny
     [line] = [line for line in tiny_server.logs() if line["message"].startswith("keys and values: ")]
     assert "bytes a token (float32)" in line["message"]
     assert (line["prefix_cache"], line["graph_bytes"]) == ("on", 0)
+    [ready] = [line for line in tiny_server.logs() if line["message"] == "the engine is ready"]
+    stages = [ready[f"{stage}_seconds"] for stage in ("loading_model", "recording_graphs", "warming_up")]
+    assert min(stages) >= 0
+    assert sum(stages) > 0
     num_pages = int(re.search(r"([\d,]+) pages", line["message"])[1].replace(",", ""))  # type: ignore[index]
     states = [metric(tiny_client, f"polyrec_engine_{state}_pages") for state in ("free", "kept", "used")]
     assert sum(states) == num_pages - 1

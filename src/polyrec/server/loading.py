@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,9 +66,29 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Stages:
+    """What is under way at the start, told in a server's state; and how long each stage took."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._began: list[tuple[str, float]] = []
+
+    def begin(self, stage: str) -> None:
+        self._state.stage = stage
+        self._began.append((stage, time.monotonic()))
+
+    def seconds(self) -> dict[str, float]:
+        """By stage; the last one lasts until now."""
+        ends = [began for _, began in self._began[1:]] + [time.monotonic()]
+        return {
+            f"{stage}_seconds": round(end - began, 2) for (stage, began), end in zip(self._began, ends, strict=True)
+        }
+
+
 def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> Service:
     """Loads the model, starts its engine thread and has it answer one request, telling each stage in `state`."""
-    state.stage = "loading_model"
+    stages = Stages(state)
+    stages.begin("loading_model")
     import torch
 
     from ..engine.engine import EngineConfig
@@ -90,14 +111,15 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     recommender = Recommender.from_pretrained(folder, backend=backend, config=config)
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
     state.facts = recommender.front.facts
-    state.stage = "recording_graphs"
+    stages.begin("recording_graphs")
     graph_bytes = recommender.engine.record_graphs()
     tell_memory(recommender.engine, settings.kv, graph_bytes)
-    state.stage = "warming_up"
+    stages.begin("warming_up")
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
     _answer_one(loop, recommender.catalog.item_ids[0])
     profile = _profile_of(loop, backend.runtime, settings.profile_dir)
+    logging.getLogger(LOGGER).info("the engine is ready", extra={FIELDS: stages.seconds()})
     return Service(loop, recommender.front, recommender.layout, chat, profile)
 
 
