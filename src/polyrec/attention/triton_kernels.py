@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..hardware.early_launch import begin_early
 from .triton_work import (
     BEFORE,
     BEGIN,
@@ -81,9 +82,10 @@ def packed_kernel(
     query, key, value, result, items, count, scale, soft_cap, window,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (item, head): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
+    begin_early(EARLY)
     if tl.program_id(0) >= tl.load(count):
         return
     at = items + tl.program_id(0) * ITEM_SIZE
@@ -146,7 +148,7 @@ def prompt_kernel(
     key, value, suffix_keys, suffix_values, ancestors,
     page_row, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
@@ -155,6 +157,7 @@ def prompt_kernel(
     part: fp32 [rows, heads, DIM], not yet divided; part_top, part_total: fp32 [rows, heads], the running softmax in base 2.
     What is not cut goes to the result, with a beam's own tokens.
     """
+    begin_early(EARLY)
     CAUSAL: tl.constexpr = OWN == 0
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(1)
@@ -243,7 +246,7 @@ def merge_kernel(
     query, key, value, part, part_top, part_total, requests, owner, suffix_keys, suffix_values, ancestors, result,
     step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-    OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. A
     row whose prompt was not cut has its result already.
@@ -251,6 +254,7 @@ def merge_kernel(
     A beam's tokens: earlier ones found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows,
     kv heads, DIM], and its new one. OWN 0: the row is no beam.
     """
+    begin_early(EARLY)
     kv_heads: tl.constexpr = HEADS // GROUP
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(owner + row)

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayout
+from ..hardware.early_launch import early
 from . import triton_kernels as kernels
 from .triton_work import list_work
 
@@ -80,6 +81,7 @@ class PromptReader:
             self._page_row, *self._strides(query, own), *self._common(query),
             **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page,
             num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
+            **early(query.device),
         )  # fmt: skip
 
     def merge(self, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
@@ -94,6 +96,7 @@ class PromptReader:
             query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
             suffix_keys, suffix_values, ancestors, result, *self._strides(query, own), *self._common(query),
             **self._sizes(own), BLOCK=block, MOST=triton.next_power_of_2(work.max_spans), num_warps=2,
+            **early(query.device),
         )  # fmt: skip
 
     def _tensors(self, query: Tensor, own: OwnTokens | None) -> OwnTokens:

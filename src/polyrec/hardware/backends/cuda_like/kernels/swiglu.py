@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....early_launch import begin_early, early
 from .e4m3 import scale_of, store, to_e4m3
 
 CHUNK = 2048  # values of a program where rows are cut
@@ -22,7 +23,8 @@ def _activated(x, column, inside, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < SIZE
@@ -30,7 +32,8 @@ def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul_fp8(x, out, scale, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+def _silu_and_mul_fp8(x, out, scale, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     out += row * SIZE
@@ -59,9 +62,9 @@ def silu_and_mul(x: Tensor, out: Tensor, scale: Tensor | None) -> None:
     if scale is None:
         chunk = min(triton.next_power_of_2(size), CHUNK)
         _silu_and_mul[(rows, triton.cdiv(size, chunk))](
-            x, out, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=max(chunk // 512, 1)
+            x, out, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=max(chunk // 512, 1), **early(out.device)
         )
         return
     chunk = triton.next_power_of_2(size) if size <= WHOLE else CHUNK
     warps = min(max(chunk // 512, 1), 16)
-    _silu_and_mul_fp8[(rows,)](x, out, scale, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=warps)
+    _silu_and_mul_fp8[(rows,)](x, out, scale, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=warps, **early(out.device))
