@@ -6,7 +6,6 @@ the server does; a request's latency then counts from when it was due, so that a
 
 from __future__ import annotations
 
-import http.client
 import json
 import multiprocessing
 import threading
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from ..core.errors import PolyrecError
 from ..sid.catalog import Catalog
 from .cases import fault_of
+from .connection import Connection
 from .report import summary
 
 OPEN_LOOP_THREADS = 256  # requests in flight in one client process, at most
@@ -154,10 +153,11 @@ def _send_all(
     share: Share, bodies: Sequence[bytes], due: Sequence[float] | None
 ) -> list[tuple[float, int | None, bytes]]:
     """(latency, status, answer) of each body; status None: no answer, and why."""
+    url = share.url.rstrip("/") + "/v1/recommend"
     numbers = iter(range(len(bodies)))
     lock = threading.Lock()
     answers: list[tuple[float, int | None, bytes]] = []
-    idle: list[_Connection] = []  # the one used last is taken first, so an open loop opens no more than it needs
+    idle: list[Connection] = []  # the one used last is taken first, so an open loop opens no more than it needs
     origin = time.perf_counter()
 
     def ask() -> None:
@@ -166,12 +166,11 @@ def _send_all(
                 number = next(numbers, None)
             if number is None:
                 return
-            start = time.perf_counter()
             if due is not None:
-                start = origin + due[number]
-                time.sleep(max(0.0, start - time.perf_counter()))
+                time.sleep(max(0.0, origin + due[number] - time.perf_counter()))
             with lock:
-                connection = idle.pop() if idle else _Connection(share)
+                connection = idle.pop() if idle else Connection(url, share.api_key, share.timeout)
+            start = time.perf_counter() if due is None else origin + due[number]
             status, body = connection.ask(bodies[number])
             answers.append((time.perf_counter() - start, status, body))
             idle.append(connection)
@@ -184,32 +183,6 @@ def _send_all(
     for connection in idle:
         connection.close()
     return answers
-
-
-class _Connection:
-    """A connection, kept open. The standard library has all that a request needs."""
-
-    def __init__(self, share: Share) -> None:
-        parts = urlsplit(share.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._path = parts.path.rstrip("/") + "/v1/recommend"
-        self._connection = kind(parts.hostname or "", parts.port, timeout=share.timeout)
-        self._headers = {"Content-Type": "application/json"}
-        if share.api_key is not None:
-            self._headers["Authorization"] = f"Bearer {share.api_key}"
-
-    def ask(self, body: bytes) -> tuple[int | None, bytes]:
-        """Status and body of the answer; None and the reason when there was none."""
-        try:
-            self._connection.request("POST", self._path, body, self._headers)
-            answer = self._connection.getresponse()
-            return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            self._connection.close()  # the next request opens it anew
-            return None, f"{type(error).__name__}: {error}".encode()
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 def _fault(status: int | None, body: bytes, n: int, catalog: Catalog) -> str | None:
