@@ -134,7 +134,7 @@ def later_load(path: Path, num: int) -> dict[str, Any]:
         "exclude_third_ms": timed(lambda: dead_nodes(catalog.trie, leaves[lists])) * 1e3,
         "exclude_50_ms": timed(lambda: dead_nodes(catalog.trie, leaves[lists[:50]])) * 1e3,
     }
-    assert catalog.rows(ids) == rows
+    assert catalog.rows(ids).tolist() == rows
     assert [catalog.row_of_codes(sid) for sid in sids] == rows
     return {**found, "resident_bytes": resident() - before}
 

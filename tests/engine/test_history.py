@@ -39,6 +39,17 @@ def test_unknown_entries_leave_and_are_told_in_order():
     assert parsed.unknown == tuple(strangers)
 
 
+def test_a_long_history_is_read_as_its_entries_are():
+    """Ids are looked up together from some number on; the entries' kinds and their order do not change for it."""
+    entries = ["b", "<s_a_1><s_b_1>", "x", "a", "<s_a_0><s_b_0>", "<s_a_0><s_b_1>"] * 50
+    rows = [1, 2, None, 0, None, 2] * 50
+    for history in (entries, [[entry] for entry in entries]):
+        parsed = parse(history)
+        assert parsed.rows.tolist() == [row for row in rows if row is not None]
+        assert parsed.baskets.tolist() == [place for place, row in enumerate(rows) if row is not None]
+        assert parsed.unknown == ("x", "<s_a_0><s_b_0>") * 50
+
+
 @pytest.mark.parametrize("history", [[], [[]], ["x"], [["x", "y"]]])
 def test_nothing_known_gives_no_rows(history):
     assert len(parse(history).rows) == len(parse(history).baskets) == 0

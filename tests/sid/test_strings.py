@@ -40,6 +40,43 @@ def test_the_index_finds_what_a_dictionary_finds(num_texts):
         assert index.find(text) == rows.get(text)
 
 
+@pytest.mark.parametrize("num_asked", [0, 1, 100, 101, 700])
+@pytest.mark.parametrize("odd", [None, "\x00", "a\x00b", "\ud800", "z" * 5000])
+def test_looking_up_together_finds_what_a_dictionary_finds(num_asked, odd):
+    """Known and unknown, in any mixture and repeated; `odd` among them."""
+    rng = np.random.default_rng(num_asked)
+    letters = list("abcé日 ")
+    texts = sorted({"".join(rng.choice(letters, rng.integers(0, 14))) for _ in range(2000)})
+    rng.shuffle(texts)
+    known = texts[: len(texts) // 2]
+    index = StringIndex.of(Strings.of(known))
+    rows = {text: row for row, text in enumerate(known)}
+    asked = [texts[place] for place in rng.integers(0, len(texts), num_asked)]
+    if odd is not None:
+        asked.insert(len(asked) // 2, odd)
+    found = index.find_all(asked)
+    assert found.dtype == np.int64
+    assert found.tolist() == [rows.get(text, -1) for text in asked]
+
+
+def test_texts_of_one_slot_are_told_apart():
+    """Chains of many, whose members differ in one byte or in length alone."""
+    texts = ["", *("\x01" * length for length in range(1, 40)), *(f"{row:04d}" for row in range(200))]
+    number = len(texts)
+    index = StringIndex(Strings.of(texts), np.array([0, number], np.int32), np.arange(number, dtype=np.int32))
+    asked = [*texts, "x", "0200", "\x01" * 40]
+    assert index.find_all(asked).tolist() == [*range(len(texts)), -1, -1, -1]
+
+
+@pytest.mark.parametrize("num", [0, 1, 100, 101, 600])
+@pytest.mark.parametrize(
+    "texts", [["a"], [None], [""], [text for text in TEXTS if text is None or "\x00" not in text], TEXTS]
+)
+def test_taken_texts_are_the_texts(texts, num):
+    rows = np.random.default_rng(num).integers(0, len(texts), num)
+    assert Strings.of(texts).taken(rows) == [texts[row] for row in rows]
+
+
 def test_regular_ids_spread_over_the_slots():
     """Numbered ids must not fall into few chains, or each look-up would read many."""
     for texts in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ScoreRule = Literal["level", "sid", "vocab", "children"]
 SCORE_RULES: tuple[ScoreRule, ...] = ("level", "sid", "vocab", "children")
@@ -33,9 +33,11 @@ class RecommendRequest:
     cold: Literal["popular", "error"] = "popular"
 
 
-@dataclass(frozen=True)
-class RecommendedItem:
-    """One recommended item; score is a log-probability under the answer's rule (or a count, from popularity)."""
+class RecommendedItem(NamedTuple):
+    """One recommended item; score is a log-probability under the answer's rule (or a count, from popularity).
+
+    A tuple, since an answer of 512 items makes 512 of them: a third of what as many frozen dataclasses take.
+    """
 
     item_id: str
     score: float

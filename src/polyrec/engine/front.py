@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,10 @@ from ..core.request import Recommendation, RecommendedItem, RecommendRequest, Sc
 from ..data.histories import Kind
 from ..data.prompt import PromptBuilder, PromptConfig
 from ..sid.catalog import Catalog
-from ..sid.layout import SidLayout, code_token
-from ..sid.strings import Strings
+from ..sid.layout import SidLayout
 from ..sid.trie import leaves_of_rows
 from .folder import ModelFolder
-from .history import ParsedHistory, check_counts, item_list, parse_history, row_of
+from .history import ParsedHistory, check_counts, item_list, parse_history, rows_of
 from .searches import SearchRequest, SearchResult
 
 
@@ -55,10 +53,7 @@ class Front:
         self.facts = facts
         self._kind = kind
         self.prompts = PromptBuilder(layout, prompt)
-        # Every code's text, made once: an answer of 512 items looks up 1,536 of them in 0.06 ms instead of writing them in 2.
-        self._texts = [
-            [code_token(level, code) for code in range(size)] for level, size in enumerate(layout.codebook_sizes)
-        ]
+        self._sid_format = layout.text(np.zeros(layout.depth, int)).replace("0", "%d")
 
     @classmethod
     def of_folder(cls, folder: ModelFolder, facts: EngineFacts) -> Front:
@@ -81,7 +76,7 @@ class Front:
         """Validates a request and builds its search; a cold history is answered at once by popularity. Errors: RequestError."""
         check_counts(request.n, request.beam_width)
         parsed = parse_history(request, self.catalog, self.layout)
-        excluded = [*self._known_rows(request.exclude, request, "exclude")]
+        excluded = self._known_rows(request.exclude, request, "exclude")
         if request.exclude_seen:
             excluded += parsed.rows.tolist()
         allowed = None if request.allow is None else self._known_rows(request.allow, request, "allow")
@@ -120,10 +115,14 @@ class Front:
 
     def _items(self, rows: np.ndarray, scores: np.ndarray) -> tuple[RecommendedItem, ...]:
         """A column at a time: 512 items of 1.5 million take 0.4 ms, one item after another 2."""
-        columns = zip(self._texts, self.catalog.codes[rows].T.tolist(), strict=True)
-        sids = map("".join, zip(*([texts[code] for code in codes] for texts, codes in columns), strict=True))
-        ids, names = _taken(self.catalog.item_ids, rows), _taken(self.catalog.names, rows)
-        return tuple(map(RecommendedItem, ids, scores.tolist(), sids, names))
+        if not len(rows):
+            return ()
+        # One formatting writes all SIDs: 512 in 0.08 ms, one after another in 0.15, out of tables of all codes' texts in 0.25.
+        sids = ("\0".join([self._sid_format] * len(rows)) % tuple(self.catalog.codes[rows].ravel().tolist())).split(
+            "\0"
+        )
+        ids, names = self.catalog.ids_of(rows), self.catalog.names_of(rows)
+        return tuple(map(RecommendedItem._make, zip(ids, scores.tolist(), sids, names, strict=True)))
 
     def _check_length(self, prompt: np.ndarray) -> None:
         if len(prompt) > self.facts.max_prompt_tokens:
@@ -135,15 +134,16 @@ class Front:
 
     def _known_rows(self, item_ids: Sequence[str], request: RecommendRequest, field: str) -> list[int]:
         items = item_list(item_ids, field)
-        rows = [row_of(item, self.catalog, self.layout) for item in items]
-        missing = [item for item, row in zip(items, rows, strict=True) if row is None]
+        if not items:
+            return []
+        rows, missing = rows_of(items, self.catalog, self.layout)
         if missing and (request.unknown == "error" or (field == "allow" and len(missing) == len(items))):
             raise RequestError(
                 "unknown_items",
                 f"{len(missing)} of {len(items)} items in '{field}' are not in the catalog, the first is '{missing[0]}'.",
                 "Send ids of the catalog.",
             )
-        return [row for row in rows if row is not None]
+        return rows[rows >= 0].tolist()
 
     @cached_property
     def _leaves(self) -> np.ndarray:
@@ -172,12 +172,3 @@ class Front:
         rows = self._by_popularity[legal[self._by_popularity]][: request.n]
         items = self._items(rows, self.catalog.counts[rows].astype(float))
         return Recommendation(items, self.facts.score_rule, "popularity", parsed.unknown)
-
-
-def _taken(texts: Sequence[str | None], rows: np.ndarray) -> list[Any]:
-    """The texts of rows int [K]; one after another costs four times as much."""
-    assert isinstance(texts, Strings)  # as every catalog's are
-    begins, ends, missing = texts.offsets[rows], texts.offsets[1:][rows], texts.missing[rows]
-    data = texts.data.data
-    places = zip(begins.tolist(), ends.tolist(), missing.tolist(), strict=True)
-    return [None if gone else str(data[begin:end], "utf-8") for begin, end, gone in places]

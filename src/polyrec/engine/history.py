@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +25,24 @@ class ParsedHistory:
 
 def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout) -> ParsedHistory:
     """An entry is an item id or a SID; a list of them is one basket, and an entry alone is a basket of its own."""
-    rows: list[int] = []
-    baskets: list[int] = []
-    unknown: list[str] = []
-    for basket, entry in enumerate(_members(request.history, "history")):
-        for item in item_list([entry] if isinstance(entry, str) else entry, f"history[{basket}]"):
-            row = row_of(item, catalog, layout)
-            if row is None:
-                unknown.append(item)
-            else:
-                rows.append(row)
-                baskets.append(basket)
+    items = _members(request.history, "history")
+    baskets = np.arange(len(items))
+    if not set(map(type, items)) <= {str}:  # some are baskets
+        entries = [
+            item_list([entry] if isinstance(entry, str) else entry, f"history[{number}]")
+            for number, entry in enumerate(items)
+        ]
+        items = [item for entry in entries for item in entry]
+        baskets = np.repeat(baskets, [len(entry) for entry in entries])
+    rows, unknown = rows_of(items, catalog, layout)
     if unknown and request.unknown == "error":
         raise RequestError(
             "unknown_items",
             f"{len(unknown)} items of the history are not in the catalog, the first is '{unknown[0]}'.",
             "Send ids of the catalog, or let unknown be 'drop'.",
         )
-    return ParsedHistory(np.array(rows, np.int64), np.array(baskets, np.int64), tuple(unknown))
+    known = rows >= 0
+    return ParsedHistory(rows[known], baskets[known], tuple(unknown))
 
 
 def item_list(value: object, where: str) -> list[str]:
@@ -63,6 +63,20 @@ def _members(value: object, where: str) -> list[Any]:
             "list_expected", f"{where} is {value!r}, which is no list of items.", "Send a list: ['a', 'b']."
         )
     return list(value)
+
+
+def rows_of(items: Sequence[str], catalog: Catalog, layout: SidLayout) -> tuple[np.ndarray, list[str]]:
+    """`row_of` of each, int64 [K], all ids looked up together, -1 where there is none; and the items that have none."""
+    rows = catalog.rows(items)
+    unknown = []
+    for place in np.flatnonzero(rows < 0).tolist():
+        codes = layout.parse(items[place])
+        row = None if codes is None else catalog.row_of_codes(codes)
+        if row is None:
+            unknown.append(items[place])
+        else:
+            rows[place] = row
+    return rows, unknown
 
 
 def row_of(item: str, catalog: Catalog, layout: SidLayout) -> int | None:

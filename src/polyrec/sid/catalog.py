@@ -7,7 +7,7 @@ Parquet; what was made of it, the trie and the index of ids included, is then ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -76,9 +76,17 @@ class Catalog:
         """The item's row, or None when the catalog does not know it."""
         return self._index.find(item_id)
 
-    def rows(self, item_ids: Iterable[str]) -> list[int | None]:
-        """`row` of each."""
-        return [self._index.find(item) for item in item_ids]
+    def rows(self, item_ids: Sequence[str]) -> np.ndarray:
+        """The items' rows, int64 [K]; -1 for those that the catalog does not know."""
+        return self._index.find_all(item_ids)
+
+    def ids_of(self, rows: np.ndarray) -> list[str]:
+        """The ids of rows int [K]."""
+        return cast(list[str], cast(Strings, self.item_ids).taken(rows))
+
+    def names_of(self, rows: np.ndarray) -> list[str | None]:
+        """The names of rows int [K]."""
+        return cast(Strings, self.names).taken(rows)
 
     def row_of_codes(self, codes: Sequence[int] | np.ndarray) -> int | None:
         """The row of a SID, codes [S], or None when no item has it."""

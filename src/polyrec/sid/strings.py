@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     import polars as pl
 
 _ROWS_AT_A_TIME = 1 << 20  # joined texts have to stay below polars' 4 GiB a value
+# Up to so many texts are looked up one after another. Together is faster from some 40 on when all is in the caches, but after
+# a few idle milliseconds nothing is there any more: then numpy's many functions cost 0.2 ms before the first text.
+_FEW = 100
+_WIDEST = 256  # bytes of a text that is found together with others: all of them are laid out as wide as the longest
 
 
 class Strings(Sequence["str | None"]):
@@ -61,6 +66,39 @@ class Strings(Sequence["str | None"]):
                 first = offsets[0]
                 yield None if gone else str(data[offsets[row] - first : offsets[row + 1] - first], "utf-8")
 
+    def taken(self, rows: np.ndarray) -> list[str | None]:
+        """The texts of rows int [K]. 512 of 1.5 million take 0.06 ms, one after another 0.3."""
+        if len(rows) <= _FEW:
+            return self._taken_one_by_one(rows)
+        begins = self.offsets[rows].astype(np.int64)
+        lengths = self.offsets[rows + 1] - begins
+        # A zero byte is put after each text, so that one split takes them apart again.
+        ends = np.cumsum(lengths + 1)
+        places = np.repeat(begins - (ends - lengths - 1), lengths + 1)
+        places += np.arange(len(places))
+        joined = self.read(begins, places)
+        joined[ends - 1] = 0
+        texts: list[str | None] = str(joined[:-1].data, "utf-8").split("\0")  # type: ignore[assignment]
+        if len(texts) != len(rows):  # a text has a zero byte of its own
+            return self._taken_one_by_one(rows)
+        for place in np.flatnonzero(self.missing[rows]).tolist():
+            texts[place] = None
+        return texts
+
+    def _taken_one_by_one(self, rows: np.ndarray) -> list[str | None]:
+        places = zip(
+            self.offsets[rows].tolist(), self.offsets[rows + 1].tolist(), self.missing[rows].tolist(), strict=True
+        )
+        return [None if gone else str(self._data[begin:end], "utf-8") for begin, end, gone in places]
+
+    def read(self, first: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """The bytes at `places` (any, where they lie outside). first: one place of each text, read before the others: so the
+        processor waits for ten texts at a time, else for one or two, which doubles what 512 texts of 1.5 million take."""
+        if not len(self.data):
+            return np.zeros(places.shape, np.uint8)
+        self.data.take(first, mode="clip")
+        return self.data.take(places, mode="clip")
+
     def bytes_at(self, row: int) -> bytes:
         """Text `row` in UTF-8; empty where there is none."""
         return self._data[self._offsets[row] : self._offsets[row + 1]].tobytes()
@@ -96,6 +134,44 @@ class StringIndex:
             if self._texts.bytes_at(row) == key:
                 return row
         return None
+
+    def find_all(self, texts: Sequence[str]) -> np.ndarray:
+        """`find` of each text: rows int64 [K], -1 where there is none. 490 of 1.5 million take 0.17 ms, one by one 0.6."""
+        if len(texts) > _FEW:
+            data = np.frombuffer(f"\0{chr(0).join(texts)}\0".encode("utf-8", "surrogatepass"), np.uint8)
+            bounds = np.flatnonzero(data == 0)
+            lengths = np.diff(bounds) - 1
+            # With a zero byte of its own a text would count as two.
+            if len(lengths) == len(texts) and int(lengths.max()) <= _WIDEST:
+                return self._find_together(data, bounds[1:], lengths)
+        rows = (self.find(text) for text in texts)
+        return np.array([-1 if row is None else row for row in rows], np.int64)
+
+    def _find_together(self, data: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """data: uint8, texts in UTF-8, of which text k has `lengths[k]` bytes and ends before `ends[k]`; rows as `find_all`."""
+        width = max(4, -(-int(lengths.max()) // 4) * 4)
+        back = np.arange(-width, 0)
+        # Zeros before a text change neither the number that it is nor which of two texts of one length it equals.
+        inside = back >= -lengths[:, None]
+        keys = (data.take(ends[:, None] + back, mode="clip") * inside).view(np.uint32)  # [K, width / 4]
+        words = keys.T if sys.byteorder == "big" else keys.T.byteswap()
+        slots = np.zeros(len(keys), np.uint64)
+        for word in words:  # below 2^32, as the number of slots is, so that one more word fits
+            slots = (slots << np.uint64(32) | word) % np.uint64(self._num_slots)
+        first = self.starts[slots].astype(np.int64)
+        number = self.starts[slots + np.uint64(1)] - first
+        asked = np.repeat(np.arange(len(keys)), number)
+        place = np.repeat(first - (np.cumsum(number) - number), number) + np.arange(len(asked))
+        rows = self.rows[place].astype(np.int64)
+        text_ends = self._texts.offsets[rows + 1]
+        alike = text_ends - self._texts.offsets[rows] == lengths[asked]
+        asked, rows, text_ends = asked[alike], rows[alike], text_ends[alike].astype(np.int64)
+        found = np.full(len(keys), -1, np.int64)
+        if len(rows):
+            texts = self._texts.read(text_ends - 1, text_ends[:, None] + back) * inside[asked]
+            equal = (texts.view(np.uint32) == keys[asked]).all(1)
+            found[asked[equal]] = rows[equal]
+        return found
 
 
 def text_series(texts: Iterable[str | None]) -> pl.Series:
