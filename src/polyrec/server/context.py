@@ -7,13 +7,12 @@ import re
 import time
 import uuid
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .logs import FIELDS, LOGGER
 from .metrics import ServerMetrics
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines: logged at debug
 
 
@@ -35,14 +34,14 @@ class RequestContext:
             return
         start = time.perf_counter()
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id = _request_id(Headers(scope=scope).get("x-request-id"))
+        state["request_id"] = request_id = _request_id(scope)
         status = 500
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
         self._metrics.in_flight.inc()
@@ -73,6 +72,7 @@ class RequestContext:
         self._logger.log(level, "request", extra={FIELDS: fields})
 
 
-def _request_id(given: str | None) -> str:
+def _request_id(scope: Scope) -> str:
     """The client's id when it is short and plain (it goes into logs and a header), else a new one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -15,7 +16,17 @@ from .state import ServerState
 _MAX_RETRY_AFTER = 60
 
 
-def add_fault_handlers(app: FastAPI, state: ServerState) -> None:
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+class FaultHandlers(NamedTuple):
+    """What answers a user's fault, and a mistake of our own."""
+
+    refused: Handler
+    our_mistake: Handler
+
+
+def add_fault_handlers(app: FastAPI, state: ServerState) -> FaultHandlers:
     """Registers the handlers: user's faults, unknown routes and methods, and our own mistakes."""
 
     async def refused(request: Request, error: Exception) -> Response:
@@ -45,6 +56,7 @@ def add_fault_handlers(app: FastAPI, state: ServerState) -> None:
     app.add_exception_handler(PolyrecError, refused)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, our_mistake)
+    return FaultHandlers(refused, our_mistake)
 
 
 def retry_after(state: ServerState) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sys
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from .settings import ServerSettings
 
+T = TypeVar("T")
 BACKLOG = 2048  # connections that wait to be accepted
 
 
@@ -25,3 +30,12 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
         # Every request has its own deadline; this only ends clients that read their answer too slowly.
         timeout_graceful_shutdown=math.ceil(settings.timeout) + 5,
     )
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, by the loop that uvicorn takes too."""
+    if sys.platform == "win32":
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)

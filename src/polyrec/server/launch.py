@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import gc
 import json
@@ -21,7 +20,7 @@ import uvicorn
 
 from ..core.errors import ConfigError
 from .app import create_app
-from .http import BACKLOG, uvicorn_config
+from .http import BACKLOG, run_loop, uvicorn_config
 from .loading import check_start, load_service, num_http_workers
 from .logs import FIELDS, LOGGER, configure_logs
 from .pool import WorkerPool
@@ -54,7 +53,7 @@ def run_server(
         if num_workers:
             start = WorkerStart(folder, settings, state.created, os.getpid(), parts)
             pool = WorkerPool(num_workers, start, listener, state, functools.partial(_tell, url))
-            service = asyncio.run(pool.run(lambda: _load_for_good(load, folder, settings, state)))
+            service = run_loop(pool.run(lambda: _load_for_good(load, folder, settings, state)))
         else:
             _tell(url, "loading")
             service = _serve_here(folder, settings, load, state, listener, url)

@@ -187,9 +187,9 @@ class WorkerPool:
             if not future.cancelled():
                 answers[peer].append((number, _result(future)))
             self._done_searches.popleft()
-        status = self._status()
         for peer, results in answers.items():
-            peer.send(Answers(results, status))
+            refused = any(isinstance(result, Exception) for _, result in results)
+            peer.send(Answers(results, self._status() if refused else None))
 
     # What workers have counted.
 
@@ -291,7 +291,7 @@ class WorkerPool:
         # Its gauges are of requests that are gone with it.
         self._gone.append([family for family in peer.counted if family.type != "gauge"])
         process = peer.process
-        if process is not None:
+        if process is not None and not self._ended.done():
             self._loop.run_in_executor(None, process.join)
         if self._state.stage == DRAINING:
             self._end_if_alone()

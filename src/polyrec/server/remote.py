@@ -42,7 +42,7 @@ class RemoteLoop:
 
     def take(self, message: Answers) -> None:
         """Gives answers to who waits for them."""
-        self.status = message.status
+        self.status = message.status or self.status
         for number, result in message.results:
             future = self._asked.get(number)
             if future is None or future.done():

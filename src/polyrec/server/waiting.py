@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
 from ..core.errors import RequestError
 
 T = TypeVar("T")
+_LISTEN_AFTER = 0.02  # seconds of waiting after which a client's leaving is listened for: it takes a task of its own
 
 
 class Deadline:
@@ -52,7 +54,7 @@ async def read_body(request: Request, limit: int, deadline: Deadline) -> bytes:
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise _too_large(limit)
     try:
-        return await asyncio.wait_for(_receive_body(request, limit), deadline.left)
+        return await _within(deadline.left, _receive_body(request, limit))
     except asyncio.TimeoutError:
         raise RequestError(
             "body_too_slow",
@@ -68,15 +70,18 @@ async def wait_answer(future: Future[T] | asyncio.Future[T], request: Request, d
     Call it after the whole body was read: from then on the only message a client can send is its leaving.
     """
     answer = asyncio.wrap_future(future)
-    leaving = asyncio.ensure_future(request.receive())
+    leaving: asyncio.Future[Any] | None = None
     try:
-        first: set[asyncio.Future[Any]] = {answer, leaving}
-        await asyncio.wait(first, timeout=deadline.left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([answer], timeout=min(deadline.left, _LISTEN_AFTER))
+        if not answer.done():
+            leaving = asyncio.ensure_future(request.receive())
+            both: set[asyncio.Future[Any]] = {answer, leaving}
+            await asyncio.wait(both, timeout=deadline.left, return_when=asyncio.FIRST_COMPLETED)
         if answer.cancelled():
             raise RequestError("shutting_down", "The server is shutting down.", "Ask again elsewhere.", status=503)
         if answer.done():
             return answer.result()
-        if leaving.done():
+        if leaving is not None and leaving.done():
             raise client_left()
         raise RequestError(
             "deadline_exceeded",
@@ -85,7 +90,8 @@ async def wait_answer(future: Future[T] | asyncio.Future[T], request: Request, d
             status=504,
         )
     finally:
-        leaving.cancel()
+        if leaving is not None:
+            leaving.cancel()
         answer.cancel()  # reaches the engine's future too; without effect on one that is done
 
 
@@ -94,16 +100,27 @@ def client_left() -> RequestError:
     return RequestError("client_left", "The client closed the connection.", status=499)
 
 
+async def _within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    """asyncio.wait_for, which before Python 3.12 starts a task."""
+    if sys.version_info >= (3, 11):
+        async with asyncio.timeout(seconds):
+            return await coroutine
+    return await asyncio.wait_for(coroutine, seconds)
+
+
 async def _receive_body(request: Request, limit: int) -> bytes:
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise _too_large(limit)
-    except ClientDisconnect as error:
-        raise client_left() from error
-    return bytes(body)
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise client_left()
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise _too_large(limit)
+        more = message.get("more_body", False)
+    return b"".join(chunks)
 
 
 def _too_large(limit: int) -> RequestError:
