@@ -178,7 +178,7 @@ class StandIn:
         self._waiting.clear()
         self._flying = None
 
-    def step(self) -> int:
+    def step(self, intake: Any = None) -> int:
         current = self._flying or self._launch()
         if current is None:
             return 0
