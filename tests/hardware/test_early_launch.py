@@ -22,6 +22,9 @@ ON = {"EARLY": True, "launch_pdl": True}
     ],
 )
 def test_hopper_and_later_of_nvidia_alone(monkeypatch, kind, build, capability, expected):
+    monkeypatch.setattr(early_launch, "ENABLED", True)
     monkeypatch.setattr(early_launch, "build_of", lambda module: build)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert early_launch.early.__wrapped__(torch.device(kind)) == expected
+    monkeypatch.setattr(early_launch, "ENABLED", False)
+    assert early_launch.early.__wrapped__(torch.device(kind)) == {"EARLY": False}

@@ -59,10 +59,11 @@ class TrainConfig(Settings):
     validated too (0: no validation). Validations run only where their events are not trained on.
     precision: of weights and activations. bf16 keeps every weight's fp32 value too (training/master.py); auto is bf16 on
     accelerators that have it, for models of 100 million parameters or more, else fp32.
-    compile: torch.compile of the optimizer's step, and of a decoder layer, once for all of them; auto where the platform's
-    torch generates kernels and the model is that large. off: large models run their layers through the platform's fused
-    operations with backward passes of their own, where it has them. checkpoint_activations: so many of the first layers keep
-    only their inputs and run again in the backward pass, which saves memory and costs up to a third more arithmetic.
+    compile: torch.compile of the optimizer's step; auto where the platform's torch generates kernels and the model is that
+    large. Layers of large models run through the platform's fused operations with backward passes of their own, where it has
+    them; where it has none, and with `on`, one decoder layer is compiled for all of them. checkpoint_activations: so many of
+    the first layers keep only their inputs and run again in the backward pass, which saves memory and costs up to a third more
+    arithmetic.
     patience: validations without a better NDCG@10 before training stops (0: never). eval_users: at most so many.
     """
 

@@ -284,7 +284,8 @@ def test_rotation_and_the_write_into_caches(device, tokens, heads, kv_heads, siz
     else:
         found = OPS.rope.rotary_store(q, k, v, cos, sin, keys, values, slots)
         apart = OPS.rope.rotary(q, k, cos, sin)
-    assert all(torch.equal(one, other) for one, other in zip(found, apart, strict=True))
+    for one, other in zip(found, apart, strict=True):
+        close(one, exact(other))  # a kernel that stores may sum a norm in another order
     wide_q, wide_k = (
         normed(exact(x), exact(weight), 1e-6) if norm else exact(x)
         for x, weight in zip((q, k), weights or (q, k), strict=True)
