@@ -340,6 +340,21 @@ def test_a_captured_prefill_is_laid_out_anew_for_each_batch(module, hardware, lo
 
 
 @on_linux
+@pytest.mark.parametrize(("heads", "num_tokens"), [(4, 1100), (256, 65_536)])
+def test_a_captured_plan_has_room_for_every_piece(module, hardware, heads, num_tokens):
+    asked = AttentionNeeds(2, heads, 2, 64, dtype=BF16)
+    slot = module.CapturedSlot(torch.empty(8, dtype=torch.uint8), asked, num_tokens, 32)
+    slot.renew(torch.tensor([num_tokens]))  # the stand-in looks
+
+
+@on_linux
+@pytest.mark.parametrize(("capability", "captured"), [((8, 0), False), ((9, 0), True), ((10, 0), False)])
+def test_plans_are_renewed_only_for_kernels_that_read_nothing_else(module, monkeypatch, capability, captured):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert module.keeps_plans(torch.device("cuda")) is captured
+
+
+@on_linux
 def test_kernels_that_cannot_be_compiled_stop_the_build(module, hardware, monkeypatch):
     def plan(*_, **__):
         raise RuntimeError("nvcc is not found")

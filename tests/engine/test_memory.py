@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from reference import random_items, tiny_model
 
 from polyrec.attention.sdpa import SdpaAttention
 from polyrec.core.errors import PolyrecError
-from polyrec.engine.engine import Engine, EngineConfig
+from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
 from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.engine.searches import SearchRequest
@@ -234,70 +235,134 @@ def stop():
     raise KeyboardInterrupt
 
 
+class Device:
+    """What an engine on the CPU takes for a device that works on while the host does something else, by a clock of its own.
+
+    seconds: that a batch takes. launches: how many requests each batch had.
+    """
+
+    def __init__(self, engine, monkeypatch):
+        self.now, self.seconds, self.launches, self.ends = 100.0, 0.25, [], 0.0
+        launch = engine._launch
+
+        def launch_and_tell(indices):
+            if indices:
+                self.launches.append(len(indices))
+                self.ends = max(self.now, self.ends) + self.seconds
+            return launch(indices)
+
+        engine._overlaps = True
+        monkeypatch.setattr("polyrec.engine.engine.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(engine, "_launch", launch_and_tell)
+        monkeypatch.setattr(engine._runtime, "to_host_async", lambda tensor: (tensor, Passing(self, self.ends)))
+
+    def wait(self, seconds):
+        """An intake in which nobody comes."""
+        assert 0 <= seconds <= LOOK_SECONDS
+        self.now += seconds
+
+
+class Passing:
+    """The end of a device's batch."""
+
+    def __init__(self, device, at):
+        self.device, self.at = device, at
+
+    def query(self):
+        return self.device.now >= self.at
+
+    def synchronize(self):
+        self.device.now = max(self.device.now, self.at)
+
+
 @pytest.fixture
 def busy(parts, monkeypatch):
-    """An engine whose device works while the host goes on, and how many requests each of its launches took."""
     engine = make_engine(parts, prefix_cache=False)
-    engine._overlaps = True
-    launch, launches = engine._launch, []
-
-    def launch_and_tell(indices):
-        if indices:
-            launches.append(len(indices))
-        return launch(indices)
-
-    monkeypatch.setattr(engine, "_launch", launch_and_tell)
-    return engine, launches
+    return engine, Device(engine, monkeypatch)
 
 
-def test_who_comes_while_the_device_works_is_launched_when_it_is_nearly_done(busy, monkeypatch):
-    engine, launches = busy
-    due = time.monotonic() + 0.2
-    monkeypatch.setattr(engine._pace, "due", lambda *batch: due)
-    rng, done, waits = np.random.default_rng(0), [], []
-    coming = [request(rng.integers(0, LAYOUT.begin, length)) for length in (9, 30)]
+def some_request(length=20):
+    return request(np.random.default_rng(length).integers(0, LAYOUT.begin, length))
+
+
+def test_who_comes_while_the_device_works_is_launched_when_it_is_nearly_done(busy):
+    engine, device = busy
+    done, coming, came = [], [some_request(9), some_request(30)], []
 
     def intake(seconds):
-        waits.append(seconds)
-        assert launches == [1], "nothing more before it is time"
+        device.wait(seconds)
         if coming:
             engine.submit(coming.pop(), done.append)
-        else:
-            time.sleep(seconds)
+            came.append(device.now)
 
-    engine.submit(request(rng.integers(0, LAYOUT.begin, 20)), done.append)
+    engine.submit(some_request(), done.append)
+    assert engine.step(device.wait) == 1  # how long a batch takes is known now
+    engine.submit(some_request(), done.append)
+    began = device.now
     assert engine.step(intake) == 1
-    assert launches == [1, 2]
-    assert len(waits) >= 3
-    assert all(0 <= seconds <= 0.2 for seconds in waits)
-    assert engine.step(intake) == 2
-    assert (len(done), engine.num_waiting) == (3, 0)
+    assert device.launches == [1, 1, 2]
+    assert came[-1] < began + 0.01
+    assert device.now == began + 0.25, "and answered when it is done"
+    assert engine._in_flight.launched > began + 0.24
+    assert engine.step(device.wait) == 2
+    assert (len(done), engine.num_waiting) == (4, 0)
 
 
 def test_a_batch_of_unknown_length_is_waited_for(busy):
-    engine, launches = busy
-    rng, done = np.random.default_rng(0), []
-    for _ in range(2):
-        engine.submit(request(rng.integers(0, LAYOUT.begin, 20)), done.append)
-        assert engine.step(lambda seconds: pytest.fail("waited for requests")) == 1
-        engine._pace = type(engine._pace)()
-    assert launches == [1, 1]
+    engine, device = busy
+    engine.submit(some_request(), lambda result: None)
+    assert engine.step(lambda seconds: pytest.fail("waited for requests")) == 1
+    assert device.now == 100.25
 
 
-def test_an_idle_device_is_given_half_and_the_other_half_behind_it(busy, monkeypatch):
-    engine, launches = busy
+def test_a_time_that_was_too_long_delays_no_answer_and_is_forgotten(busy):
+    engine, device = busy
+    device.seconds = 3.0  # once: something was compiled
+    took = []
+    for _ in range(20):
+        engine.submit(some_request(), lambda result: None)
+        began = device.now
+        assert engine.step(device.wait) == 1
+        took.append(device.now - began)
+        device.seconds = 0.02
+    assert took[0] == 3.0
+    assert max(took[1:]) <= 0.02 + LOOK_SECONDS
+    rows = len(some_request().prompt) + 2 * 4
+    assert engine._pace.due(rows, 1, device.now) < device.now + 0.03
+
+
+def test_an_idle_device_is_given_half_and_the_other_half_behind_it(busy):
+    engine, device = busy
     limits = engine.config.limits.model_copy(update={"filling_rows": 40})
     engine.config = engine.config.model_copy(update={"limits": limits})
-    monkeypatch.setattr(engine._pace, "due", lambda *batch: 0.0)
-    rng, done = np.random.default_rng(0), []
-    for _ in range(4):
-        engine.submit(request(rng.integers(0, LAYOUT.begin, 20)), done.append)
-    assert engine.step(lambda seconds: None) == 2
-    assert launches == [2, 2]
-    assert engine.step(lambda seconds: None) == 2
-    assert len(done) == 4
-    engine.run([request(rng.integers(0, LAYOUT.begin, 20)) for _ in range(4)])
-    assert launches == [2, 2, 4], "nobody waits for the first answers alone"
+    done = []
+    for _ in range(2):  # the first time nobody knows how long a half takes
+        device.launches.clear()
+        for _ in range(4):
+            engine.submit(some_request(), done.append)
+        assert engine.step(device.wait) == 2
+        assert device.launches == [2, 2]
+        assert engine.step(device.wait) == 2
+    assert len(done) == 8
+    device.launches.clear()
+    engine.run([some_request() for _ in range(4)])
+    assert device.launches == [4], "nobody waits for the first answers alone"
+
+
+def test_an_intake_that_fails_gives_all_pages_back(busy):
+    engine, device = busy
+    free = engine.memory.prefixes.num_free
+    engine.submit(some_request(), lambda result: None)
+    engine.step(device.wait)
+
+    def intake(seconds):
+        raise KeyboardInterrupt
+
+    engine.submit(some_request(), lambda result: None)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(intake)
+    engine.forget_waiting()
+    assert engine.memory.prefixes.num_free == free
 
 
 def test_a_request_whose_time_is_over_is_not_run(parts, monkeypatch):

@@ -1,7 +1,7 @@
 """Triton kernels of attention: packed sequences against their own keys, and query rows against a prompt in the cache.
 
 A cache has rows [slots, kv heads, D], in pages that a table names, or packed. What a program does is listed (`triton_work`); it
-never looks beyond its own request: what a request gets does not depend on its neighbours.
+never looks beyond its own request.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from .search import Searcher
 from .searches import SearchRequest, SearchResult
 
 Done = Callable[[SearchResult | None], None]
+LOOK_SECONDS = 1e-3  # between two looks at whether the device is done, while requests are waited for
 
 
 class EngineConfig(Settings):
@@ -141,12 +142,16 @@ class Engine:
         nobody comes before this returns.
         """
         self._drop_expired()
-        current, self._in_flight = self._in_flight or self._launch(self._choose_first(intake is not None)), None
+        current, self._in_flight, split = self._in_flight, None, False
+        if current is None:
+            chosen = self._choose()
+            first = chosen if intake is None or not self._overlaps else self._first_part(chosen)
+            current, split = self._launch(first), len(first) < len(chosen)
         if current is None:
             return 0
         try:
             if self._overlaps:
-                self._launch_behind(current, intake)
+                self._launch_behind(current, intake, at_once=split)
             current.finished.synchronize()
             self._pace.finished(current.rows, len(current.chosen), current.launched, time.monotonic())
             results = split_results(
@@ -211,33 +216,30 @@ class Engine:
         ]
         return choose_batch(candidates, self.config.limits, prefixes.num_free + prefixes.num_evictable)
 
-    def _choose_first(self, others_come: bool) -> list[int]:
-        """The batch of a device that idles. others_come: a second one may be launched behind it."""
-        chosen = self._choose()
-        if not (others_come and self._overlaps):
-            return chosen
-        rows = [self._rows_of(self._waiting[index]) for index in chosen]
+    def _first_part(self, chosen: list[int]) -> list[int]:
+        """Those that go first where the device idles and the others may be launched behind them."""
+        passes = self.trie.depth - 1
+        asked = [self._waiting[index] for index in chosen]
+        rows = [len(each.request.prompt) - each.num_cached + passes * each.request.beam_width for each in asked]
         return chosen[: first_part(rows, self.config.limits.filling_rows)]
 
-    def _launch_behind(self, current: InFlight, intake: Callable[[float], None] | None) -> None:
-        """Launches the batch after the current one, if there is any to launch before that ends."""
+    def _launch_behind(self, current: InFlight, intake: Callable[[float], None] | None, *, at_once: bool) -> None:
+        """Launches the batch after the current one, if there is any to launch before that ends. at_once: it waits already,
+        split from the current one."""
         due = self._pace.due(current.rows, len(current.chosen), current.launched)
+        at_once = intake is None or (at_once and due is None)
         while True:
             chosen = self._choose()
             full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
             is_time = due is not None and time.monotonic() >= due
-            if chosen and (full or is_time or intake is None):
+            if chosen and (full or is_time or at_once):
                 self._in_flight = self._launch(chosen)
                 return
-            if is_time or due is None or intake is None:
+            # A time that is told too late must not keep anyone waiting.
+            if is_time or due is None or intake is None or current.finished.query():
                 return
-            intake(max(due - time.monotonic(), 0.0))
+            intake(min(max(due - time.monotonic(), 0.0), LOOK_SECONDS))
             self._drop_expired()
-
-    def _rows_of(self, waiting: Waiting) -> int:
-        """Through the model: of the prompt, as far as it is not cached, and of the beams of all passes."""
-        passes = self.trie.depth - 1
-        return len(waiting.request.prompt) - waiting.num_cached + passes * waiting.request.beam_width
 
     def _launch(self, indices: list[int]) -> InFlight | None:
         """Admission, batch, prefill and search, and the one copy to the host: all of it queued, none of it waited for."""
@@ -247,7 +249,8 @@ class Engine:
             return None
         try:
             requests = [waiting.request for waiting in chosen]
-            beams = self._runner.run(make_batch(requests, held, self.memory.size.page_size, self.trie))
+            batch = make_batch(requests, held, self.memory.size.page_size, self.trie)
+            beams = self._runner.run(batch)
             scores, _ = self._runtime.to_host_async(beams.score)
             nodes, finished = self._runtime.to_host_async(beams.node)
         except BaseException:  # also Ctrl-C: whoever uses the engine next finds all pages
@@ -258,7 +261,8 @@ class Engine:
         self.memory.make_room()
         now = time.monotonic()
         self._pace.launched(now - started)
-        return InFlight(sum(map(self._rows_of, chosen)), now, chosen, held, scores, nodes, finished)
+        rows = len(batch.token_ids) + (self.trie.depth - 1) * int(batch.widths.sum())
+        return InFlight(rows, now, chosen, held, scores, nodes, finished)
 
     def _admit(self, indices: list[int]) -> tuple[list[Waiting], list[Held]]:
         """Takes the chosen from the queue, each with its pages. Where a prefix has left the cache since the request came, pages

@@ -144,8 +144,8 @@ class EngineLoop:
         engine, unanswered = self.recommender.engine, set[Future[Any]]()
 
         def submit(some: list[Asked]) -> None:
+            unanswered.update(asked.future for asked in some)
             for asked in some:
-                unanswered.add(asked.future)
                 engine.submit(asked.search, self._answer(asked.future), asked.deadline)
 
         with self.recommender.lock:

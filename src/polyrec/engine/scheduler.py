@@ -80,8 +80,8 @@ def choose_batch(candidates: Sequence[Candidate], limits: BatchLimits, num_pages
 
 def first_part(rows: Sequence[int], filling_rows: int) -> int:
     """How many of a batch's requests, of so many rows each, a device that idles is given first: half of the rows, where both
-    halves fill it. The first are then answered in half the time and the others no later, and the host works on the answers and
-    on the next batch while the device works; else all."""
+    halves fill it. The first are then answered in half the time and the others about as soon, and the host works on the answers
+    and on the next batch while the device works; else all."""
     total = sum(rows)
     if total < 2 * filling_rows:
         return len(rows)
