@@ -1,5 +1,7 @@
 """Packed texts and their index, against lists and dictionaries."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,19 @@ def test_looking_up_together_finds_what_a_dictionary_finds(num_asked, odd):
     found = index.find_all(asked)
     assert found.dtype == np.int64
     assert found.tolist() == [rows.get(text, -1) for text in asked]
+
+
+def test_one_long_text_among_many_costs_no_memory_for_all():
+    """Each text takes the room of the longest beside it."""
+    index = StringIndex.of(Strings.of([str(row) for row in range(10)]))
+    asked = ["7"] * 100_000
+    asked[50] = "x" * 256
+    tracemalloc.start()
+    found = index.find_all(asked)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.tolist() == [7] * 50 + [-1] + [7] * 99_949
+    assert peak < 40e6
 
 
 def test_texts_of_one_slot_are_told_apart():

@@ -5,6 +5,7 @@ What depends on the server's settings (max_beam_width) is checked in `checked_wi
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 import orjson
@@ -129,6 +130,8 @@ def encode_answer(answer: Recommendation, *, request_id: str, timing_ms: float) 
         {"rank": rank, "item_id": item_id, "score": score, "sid": sid, "name": name}
         for rank, (item_id, score, sid, name) in enumerate(answer.items, start=1)
     ]
+    # orjson would write null for what is no number.
+    assert all(math.isfinite(item.score) for item in answer.items), "a score that is no number"
     return orjson.dumps(
         {
             "request_id": request_id,

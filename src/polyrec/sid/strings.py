@@ -18,6 +18,7 @@ _ROWS_AT_A_TIME = 1 << 20  # joined texts have to stay below polars' 4 GiB a val
 # a few idle milliseconds nothing is there any more: then numpy's many functions cost 0.2 ms before the first text.
 _FEW = 100
 _WIDEST = 256  # bytes of a text that is found together with others: all of them are laid out as wide as the longest
+_AT_ONCE = 4096  # texts looked up together; each takes the room of the longest of them
 
 
 class Strings(Sequence["str | None"]):
@@ -137,6 +138,9 @@ class StringIndex:
 
     def find_all(self, texts: Sequence[str]) -> np.ndarray:
         """`find` of each text: rows int64 [K], -1 where there is none. 490 of 1.5 million take 0.17 ms, one by one 0.6."""
+        if len(texts) > _AT_ONCE:
+            parts = [self.find_all(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
+            return np.concatenate(parts)
         if len(texts) > _FEW:
             data = np.frombuffer(f"\0{chr(0).join(texts)}\0".encode("utf-8", "surrogatepass"), np.uint8)
             bounds = np.flatnonzero(data == 0)
