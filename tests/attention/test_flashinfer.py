@@ -165,7 +165,10 @@ def log(monkeypatch):
 def module(monkeypatch, log):
     """`polyrec.attention.flashinfer` on the stand-in."""
     library = SimpleNamespace(
-        BatchPrefillWithRaggedKVCacheWrapper=Ragged, BatchPrefillWithPagedKVCacheWrapper=Paged, __version__="0"
+        BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+        BatchPrefillWithPagedKVCacheWrapper=Paged,
+        utils=SimpleNamespace(is_sm90a_supported=lambda device: True),
+        __version__="0",
     )
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.delitem(sys.modules, "polyrec.attention.flashinfer", raising=False)
@@ -348,10 +351,9 @@ def test_a_captured_plan_has_room_for_every_piece(module, hardware, heads, num_t
 
 
 @on_linux
-@pytest.mark.parametrize(("capability", "captured"), [((8, 0), False), ((9, 0), True), ((10, 0), False)])
-def test_plans_are_renewed_only_for_kernels_that_read_nothing_else(module, monkeypatch, capability, captured):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert module.keeps_plans(torch.device("cuda")) is captured
+def test_plans_are_renewed_only_for_kernels_that_read_nothing_else(module, hardware, monkeypatch):
+    monkeypatch.setattr(module.flashinfer.utils, "is_sm90a_supported", lambda device: False)
+    assert module.FlashInferAttention(needs(), hardware.ops).host_plan(4096, 4) is None
 
 
 @on_linux

@@ -88,7 +88,9 @@ class FlashInferAttention(TritonAttention):
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._slots = [Slot(self._workspace, needs) for _ in range(PLANS)]
         self._turn = 0
-        self._keeps_plans = keeps_plans(torch.device(self.device))
+        # A captured kernel must read nothing but what a plan wrote. FlashAttention 3, on Hopper, does; FlashAttention 2 starts
+        # blocks that no plan names, which read what lay in its memory before (FlashInfer 0.6.12, `batch_prefill.cu`).
+        self._keeps_plans = flashinfer.utils.is_sm90a_supported(torch.device(self.device))
         try:
             self._next_slot().plan(torch.tensor([1]))  # compiles the kernels of both wrappers
         except Exception as error:  # the compiler is missing or of another version, or the cache cannot be written
@@ -194,12 +196,6 @@ class CapturedSlot(HostPlan):
         bounds = bounds_of(counts)
         self.ragged.plan(bounds, bounds, *self._heads, **self._options)
         self._copied.record()
-
-
-def keeps_plans(device: torch.device) -> bool:
-    """Whether a captured kernel reads nothing but what a plan wrote: FlashAttention 3, on Hopper. FlashAttention 2 starts
-    blocks that no plan names, and they read what lay in its memory before (FlashInfer 0.6.12, `batch_prefill.cu`)."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def heads_of(needs: AttentionNeeds) -> tuple[int, int, int]:
