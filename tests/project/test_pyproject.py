@@ -19,10 +19,7 @@ OPTIONAL = {
 # Part of the public interface of a declared distribution, which pins the version that fits.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "triton": "torch"}
 # Needed by another dependency at run time and never imported by name.
-INDIRECT = {
-    "tensorboard": "torch.utils.tensorboard needs it",
-    "httptools": "uvicorn parses requests with it when it is there",
-}
+INDIRECT = {"tensorboard": "torch.utils.tensorboard needs it"}
 
 
 def normalised(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.types import ASGIApp
 
+from .protocol import HttpProtocol
 from .settings import ServerSettings
 
 T = TypeVar("T")
@@ -21,6 +22,8 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     """Without uvicorn's own logs and limits."""
     return uvicorn.Config(
         app,
+        http=HttpProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -1,0 +1,98 @@
+"""HTTP/1.1 on a connection: uvicorn's protocol over httptools, which here ignores offered upgrades and bounds what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+HEAD_BYTES = 64 * 1024  # the most that a request's head may have
+
+
+class HeadTooLargeError(Exception):
+    """A request's head has more than HEAD_BYTES."""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A request that offers to go on in another protocol is served as if it did not, with its body: Java's client offers h2c
+    by default. httptools takes what follows such a head for the other protocol, so the head is parsed again without the offer.
+
+    A head of more than HEAD_BYTES is answered by 431, as soon as there is so much of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Of the reads since the last that ended a head or a message or held some of a body: the parser may keep all of it. So
+        # the ends of chunked bodies are bounded as well.
+        self._kept_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._kept_bytes += len(data)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = self._parse(rest)
+            if self._kept_bytes > HEAD_BYTES:
+                raise HeadTooLargeError
+        except (HeadTooLargeError, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            # An offer in spite of all is a CONNECT. What a callback raises is the context of the parser's own error.
+            if HeadTooLargeError in (type(error), type(error.__context__)):
+                self._refuse(431, "The head of the request is too large.")
+            else:
+                self._refuse(400, "Invalid HTTP request received.")
+
+    def on_headers_complete(self) -> None:
+        if self._kept_bytes > HEAD_BYTES and self._head_bytes() > HEAD_BYTES:  # the read may hold a body too
+            raise HeadTooLargeError
+        if self.parser.should_upgrade():
+            return
+        self._kept_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._kept_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._kept_bytes = 0
+        super().on_message_complete()
+
+    def _parse(self, data: memoryview) -> memoryview:
+        """Parses up to the end of an offer's head, or everything. Returns what is left."""
+        try:
+            self.parser.feed_data(data)
+            return data[:0]
+        except httptools.HttpParserUpgrade as offer:
+            rest = data[offer.args[0] :]
+        head = self._head_without_offer()
+        self.parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # before httptools 0.6.3; as uvicorn's parsers since then
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(head)
+        return rest
+
+    def _head_without_offer(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers without the application, and closes."""
+        self.logger.warning(message)
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", str(len(message)).encode()),
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + message.encode())
+        self.transport.close()

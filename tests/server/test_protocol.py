@@ -1,0 +1,133 @@
+"""HTTP below the application: offers of other protocols, heads without an end, what is not HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from processes import WORKERS, ServerProcess, eventually, fake_server
+
+from polyrec.server.protocol import HEAD_BYTES
+
+BODY = json.dumps({"history": ["i1"], "n": 3}).encode()
+CHUNKED = b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (9, BODY[:9], len(BODY) - 9, BODY[9:])
+RECOMMEND = b"POST /v1/recommend HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nX-Empty:\r\n"
+# What Java's HttpClient sends with its first request.
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
+WEBSOCKET = b"Upgrade: websocket\r\nConnection: keep-alive, upgrade\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+CLOSING = b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n"
+SIZED = b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED
+
+
+@pytest.fixture(scope="module", params=WORKERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with fake_server(tmp_path_factory.mktemp("model"), http_workers=request.param) as server:
+        yield server
+
+
+@contextmanager
+def connected(server: ServerProcess) -> Iterator[socket.socket]:
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield connection
+
+
+def answers(connection: socket.socket, num: int) -> list[tuple[int, bytes]]:
+    """Status and body of the next answers, which have a length each."""
+    found = []
+    with connection.makefile("rb") as stream:
+        for _ in range(num):
+            status = int(stream.readline().split()[1])
+            length = 0
+            while line := stream.readline().strip():
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            found.append((status, stream.read(length)))
+    return found
+
+
+@pytest.mark.parametrize("piece", [1, 7, 200, 100_000])
+@pytest.mark.parametrize("body", [SIZED, IN_CHUNKS], ids=["sized", "chunked"])
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET, CLOSING], ids=["h2c", "websocket", "closing"])
+def test_an_offered_upgrade_is_ignored(server: ServerProcess, offer: bytes, body: bytes, piece: int) -> None:
+    """The body arrives whole, requests behind it are served, and nothing is said about it."""
+    before = server.errors().count('"warning"')
+    request = RECOMMEND + offer + body
+    stream = request if offer is CLOSING else request * 2 + b"GET /health HTTP/1.1\r\n" + offer + b"\r\n" + request
+    with connected(server) as connection:
+        for place in range(0, len(stream), piece):
+            connection.sendall(stream[place : place + piece])
+        found = answers(connection, 1 if offer is CLOSING else 4)
+    assert [status for status, _ in found] == [200] * len(found)
+    for _, content in found[:2]:
+        assert [item["item_id"] for item in json.loads(content)["items"]] == ["i0", "i1", "i2"]
+    assert server.errors().count('"warning"') == before
+
+
+def test_a_head_of_many_bytes(server: ServerProcess) -> None:
+    start = RECOMMEND + b"X-Long: "
+    with connected(server) as connection:
+        connection.sendall(start + b"a" * (HEAD_BYTES - len(start)))
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(20)
+        connection.sendall(b"a")
+        assert answers(connection, 1)[0][0] == 431
+        assert connection.recv(1) == b"", "it is closed"
+
+
+@pytest.mark.parametrize("offer", [b"", H2C])
+def test_a_large_head_and_a_large_body_in_one_go(server: ServerProcess, offer: bytes) -> None:
+    padding = b" " * 150_000
+    body = b"Content-Length: %d\r\n\r\n%b" % (len(BODY) + len(padding), BODY + padding)
+    long = b"X-Long: %b\r\n" % (b"a" * (HEAD_BYTES - 2000))
+    with connected(server) as connection:
+        connection.sendall((RECOMMEND + offer + long + body) * 2)
+        assert [status for status, _ in answers(connection, 2)] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (RECOMMEND + b"X-Long: ", b"a" * 1000),  # one header
+        (RECOMMEND, b"X-Another: a\r\n" * 100),  # many headers
+        (b"GET /", b"a" * 1000),
+        (RECOMMEND + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X-Trailer: a\r\n" * 100),
+        (RECOMMEND + b"Transfer-Encoding: chunked\r\n\r\n5;a=", b"a" * 1000),
+        (RECOMMEND + H2C + b"X-Long: ", b"a" * 1000),
+    ],
+    ids=["header", "headers", "path", "trailers", "extension", "offer"],
+)
+def test_heads_without_an_end(server: ServerProcess, start: bytes, piece: bytes) -> None:
+    def refused() -> bool:
+        try:
+            connection.sendall(piece)
+        except OSError:
+            return True
+        return False
+
+    with connected(server) as connection:
+        connection.sendall(start)
+        eventually(refused, "it is closed")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,  # TLS
+        b"BREW /health HTTP/1.1\r\nHost: here\r\n\r\n",
+        b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: elsewhere\r\n\r\n",
+        b"CONNECT http://elsewhere/ HTTP/1.1\r\nHost: elsewhere\r\n\r\n",
+    ],
+    ids=["tls", "method", "connect", "connect_url"],
+)
+def test_what_is_not_http(server: ServerProcess, stream: bytes) -> None:
+    with connected(server) as connection:
+        connection.sendall(stream)
+        assert answers(connection, 1) == [(400, b"Invalid HTTP request received.")]
