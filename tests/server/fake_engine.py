@@ -150,10 +150,13 @@ def load_fake(folder: Path, settings: ServerSettings, state: ServerState) -> Ser
 
 
 def load_parts(folder: Path, facts: str) -> tuple[FakeFront, SidLayout, ChatPrompt]:
-    """What an HTTP worker loads; a file `no_parts` in the folder has its effect there."""
+    """What an HTTP worker loads; a file `no_parts` or `parts_bug` in the folder has its effect there."""
     assert facts == "loaded"
-    if (folder / "no_parts").exists() and multiprocessing.parent_process() is not None:
+    in_worker = multiprocessing.parent_process() is not None
+    if in_worker and (folder / "no_parts").exists():
         raise PolyrecError("parts_broken", "The catalog is broken.", "Mend it.")
+    if in_worker and (folder / "parts_bug").exists():
+        raise RuntimeError("a bug in the parts")
     tokenizer = build_tokenizer(SIZES)
     layout = layout_of(tokenizer)
     return FakeFront(), layout, ChatPrompt(tokenizer, layout, load_template(folder))

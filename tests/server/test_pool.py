@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pickle
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,9 +22,11 @@ from processes import ServerProcess, eventually, fake_server, metric
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from polyrec.engine.recommender import Recommender
-from polyrec.server.channel import Ask, Cancel, Channel
+from polyrec.server.channel import Answers, Ask, Cancel, Channel, Status
 from polyrec.server.http import run_loop
 from polyrec.server.metrics import added_up
+from polyrec.server.pool import Peer, WorkerPool
+from polyrec.server.state import ServerState
 from polyrec.testing.tiny import write_tiny_model
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads processes from /proc")
@@ -55,6 +60,14 @@ def test_a_worker_that_cannot_load_ends_the_server_with_its_error(folder: Path) 
     with fake_server(folder, wait_ready=False, http_workers=2) as server:
         assert server.process.wait(60) == 1
         assert "parts_broken: The catalog is broken. Mend it." in server.errors()
+
+
+def test_a_worker_with_a_bug_as_it_loads_ends_the_server(folder: Path) -> None:
+    (folder / "parts_bug").touch()
+    with fake_server(folder, wait_ready=False, http_workers=2) as server:
+        assert server.process.wait(60) == 1
+        assert "RuntimeError: a bug in the parts" in server.errors()
+        assert "An HTTP worker ended as it started" in server.errors()
 
 
 @linux
@@ -145,6 +158,31 @@ def test_adding_up() -> None:
     )
 
 
+def test_only_answers_that_refuse_tell_how_things_stand() -> None:
+    """The number of searches that wait, for `Retry-After`; it would double what every other answer takes to send."""
+    sent: list[Answers] = []
+
+    async def run() -> None:
+        pool = WorkerPool(1, None, None, ServerState("model"), print)  # type: ignore[arg-type]
+        pool._loop = asyncio.get_running_loop()
+        refused, answered = Peer(), Peer()
+        for peer in (refused, answered):
+            peer.channel = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+        for number, (peer, error) in enumerate([(answered, None), (refused, RuntimeError("full")), (refused, None)]):
+            future: Future[str] = Future()
+            future.add_done_callback(functools.partial(pool._done, peer, number))
+            if error is None:
+                future.set_result("found")
+            else:
+                future.set_exception(error)
+        await asyncio.sleep(0.01)
+
+    run_loop(run())
+    assert [[number for number, _ in answers.results] for answers in sent] == [[0], [1, 2]]
+    assert sent[0].status is None
+    assert isinstance(sent[1].status, Status)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5_000), max_size=6), st.integers(1, 20_000))
 def test_messages_arrive_whole_and_in_order(sizes: list[int], piece: int) -> None:
@@ -189,6 +227,43 @@ def test_messages_wait_for_who_opens_the_channel() -> None:
         return [what for what, opened in told if opened is channel]
 
     assert run_loop(run()) == [Cancel(7), "closed"]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it begins", "after"])
+@pytest.mark.parametrize("run_in_loop", [asyncio.run, run_loop])
+def test_a_message_that_fails_ends_the_channel(run_in_loop, early: bool) -> None:
+    """Whenever it comes; and it is taken once."""
+    own, its = socket.socketpair()
+    content = pickle.dumps(Cancel(7))
+
+    async def run() -> tuple[list[object], int]:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+        raised: list[object] = []
+        taken: list[object] = []
+        closed = asyncio.Event()
+
+        def take(message: object) -> None:
+            taken.append(message)
+            raise RuntimeError("a bug")
+
+        if early:
+            its.sendall(len(content).to_bytes(4, "little") + content)
+        channel = Channel(take, closed.set)
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=own)
+        await asyncio.sleep(0.05)  # it is read by now
+        if early:
+            asyncio.get_running_loop().call_soon(channel.begin)
+        else:
+            channel.begin()
+            its.sendall(len(content).to_bytes(4, "little") + content)
+        await asyncio.wait_for(closed.wait(), 20)
+        channel.data_received(b"")
+        return raised, len(taken)
+
+    with its:
+        raised, num_taken = run_in_loop(run())
+    assert [str(error) for error in raised] == ["a bug"]
+    assert num_taken == 1
 
 
 @pytest.mark.parametrize("run_in_loop", [asyncio.run, run_loop])

@@ -132,11 +132,18 @@ class Channel(asyncio.Protocol):
         return channel
 
     def begin(self) -> None:
-        """From now on messages are taken, those that are here already first."""
+        """From now on messages are taken, those that are here already first. What on_message raises ends the channel: here,
+        and later by the event loop."""
         self._begun = True
-        self._deliver()
-        if self._lost:
-            self._on_close()
+        try:
+            self._deliver()
+        except BaseException:
+            if self._transport is not None:
+                self._transport.abort()
+            raise
+        finally:
+            if self._lost:
+                self._on_close()
 
     def send(self, message: Any) -> None:
         """Never waits: what the other end does not take yet is kept. Without effect once the other end is gone."""
@@ -166,12 +173,15 @@ class Channel(asyncio.Protocol):
     def _deliver(self) -> None:
         received = self._received
         place = 0
-        while len(received) - place >= _LENGTH:
-            end = place + _LENGTH + int.from_bytes(received[place : place + _LENGTH], "little")
-            if len(received) < end:
-                break
-            with memoryview(received) as view:
-                message = pickle.loads(view[place + _LENGTH : end])
-            place = end
-            self._on_message(message)
-        del received[:place]
+        try:
+            while len(received) - place >= _LENGTH:
+                start = place + _LENGTH
+                end = start + int.from_bytes(received[place:start], "little")
+                if len(received) < end:
+                    break
+                place = end
+                with memoryview(received) as view:
+                    message = pickle.loads(view[start:end])
+                self._on_message(message)
+        finally:
+            del received[:place]
