@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
 
 import pytest
+from packaging.requirements import Requirement
 
 from .tree import ROOT, imported_roots, parsed, pyproject, source_files
 
@@ -79,6 +80,15 @@ def test_every_requirement_has_a_floor_and_no_ceiling():
             versions = requirement.partition(";")[0]
             assert re.search(r">=\d", versions), requirement
             assert not re.search(r"[<~]|==", versions), requirement
+
+
+@pytest.mark.parametrize("implementation", ["CPython", "PyPy"])
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32", "cygwin"])
+def test_uvloop_is_required_where_uvicorn_takes_it(platform, implementation):
+    ours = Requirement(declared()["uvloop"])
+    theirs = next(Requirement(text) for text in requires("uvicorn") or () if text.startswith("uvloop"))
+    where = {"sys_platform": platform, "platform_python_implementation": implementation, "extra": "standard"}
+    assert ours.marker.evaluate(where) == theirs.marker.evaluate(where)
 
 
 def test_the_version_is_one():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import pickle
 import signal
@@ -181,6 +182,18 @@ def test_only_answers_that_refuse_tell_how_things_stand() -> None:
     assert [[number for number, _ in answers.results] for answers in sent] == [[0], [1, 2]]
     assert sent[0].status is None
     assert isinstance(sent[1].status, Status)
+
+
+def test_without_uvloop_it_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def kind() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    assert run_loop(kind()) == "uvloop"
+    assert not caplog.records
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # its import fails
+    monkeypatch.setattr(logging.getLogger("polyrec"), "propagate", True)
+    assert run_loop(kind()).startswith("asyncio")
+    assert [record.message for record in caplog.records] == ["uvloop is not installed: asyncio's slower loop runs"]
 
 
 @settings(deadline=None)

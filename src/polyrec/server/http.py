@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from .logs import LOGGER
 from .protocol import HttpProtocol
 from .settings import ServerSettings
 
@@ -37,8 +38,9 @@ def uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """asyncio.run, by the loop that uvicorn takes too."""
-    if sys.platform == "win32":
+    try:
+        import uvloop
+    except ImportError:  # not built for every platform; pyproject.toml says for which
+        logging.getLogger(LOGGER).warning("uvloop is not installed: asyncio's slower loop runs")
         return asyncio.run(main)
-    import uvloop
-
     return uvloop.run(main)
