@@ -3,9 +3,8 @@ torch."""
 
 from __future__ import annotations
 
-ROWS_OF_A_KIND = (
-    512  # batches whose rows through the model differ by less are of one kind, if their requests are about as many
-)
+# Batches are of one kind if their rows through the model differ by less, and their requests are about as many.
+ROWS_OF_A_KIND = 512
 NEWEST = 0.3  # weight of the newest observation
 EARLIER = 2.0  # launches are begun by so many times their usual time before the device is done, and by the margin,
 MARGIN_SECONDS = 1e-3  # since a device that waits is lost, and a batch that is launched early only grows no more

@@ -1,6 +1,6 @@
 """Triton kernels that a device starts while the one before still runs: programmatic dependent launch, CUDA from Hopper on.
 
-What a launch costs, about a microsecond in a recorded graph, then falls into the end of the kernel before. Such a kernel calls
+What a launch costs then falls into the end of the kernel before; how much that is was not measured. Such a kernel calls
 `begin_early` before all else: it waits there until everything before it is done and can be seen.
 """
 

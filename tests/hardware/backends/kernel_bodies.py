@@ -285,7 +285,12 @@ def test_rotation_and_the_write_into_caches(device, tokens, heads, kv_heads, siz
         found = OPS.rope.rotary_store(q, k, v, cos, sin, keys, values, slots)
         apart = OPS.rope.rotary(q, k, cos, sin)
     for one, other in zip(found, apart, strict=True):
-        close(one, exact(other))  # a kernel that stores may sum a norm in another order
+        if (
+            norm
+        ):  # for a narrower cache Triton lays the rows out otherwise (8 values a lane, not 4), and sums in that order
+            close(one, exact(other))
+        else:
+            assert torch.equal(one, other)
     wide_q, wide_k = (
         normed(exact(x), exact(weight), 1e-6) if norm else exact(x)
         for x, weight in zip((q, k), weights or (q, k), strict=True)
