@@ -3,185 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
+from flashinfer_stand_in import Ragged, attention_by_hand, on_device, on_linux
 
 from polyrec.attention.layout import packed_layout
 from polyrec.core.errors import HardwareError
-from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
 from polyrec.kvcache.pool import KVPool
 from polyrec.testing import attention_checks as checks
 from polyrec.testing.conformance import AttentionConformance
 
 BF16 = torch.bfloat16
-INSTALLED = importlib.util.find_spec("flashinfer") is not None
-on_linux = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="Triton, which it stands on, is for Linux only"
-)
-on_device = pytest.mark.skipif(
-    not (torch.cuda.is_available() and INSTALLED), reason="needs flashinfer, and a device that torch shows as cuda"
-)
-
-
-def attention_by_hand(query, keys, values, window=None, soft_cap=None):
-    """Each sequence's last tokens see it, causally, in the dtype of the inputs: [T, heads, D] -> [T, heads, D].
-
-    query: a tensor for each sequence, [N, heads, D]; keys, values: [at least N, kv heads, D].
-    """
-    parts = []
-    for q, k, v in zip(query, keys, values, strict=True):
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        position = torch.arange(len(k) - len(q), len(k), device=q.device)
-        distance = position[:, None] - torch.arange(len(k), device=q.device)
-        hidden = (distance < 0) | (distance >= (len(k) if window is None else window))
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
-    return torch.cat(parts)
-
-
-class Wrapper:
-    """What both wrappers' documentation says of their memory and of the options of a plan."""
-
-    log: list
-
-    def __init__(self, workspace, kv_layout, *, use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None):
-        assert workspace.dtype == torch.uint8
-        assert kv_layout == "NHD"
-        self.captured = use_cuda_graph
-        if use_cuda_graph:
-            assert qo_indptr_buf.dtype == kv_indptr_buf.dtype == torch.int32
-            assert len(qo_indptr_buf) == len(kv_indptr_buf)
-            self.places, self.most_rows = len(qo_indptr_buf) - 1, None
-
-    def reset_workspace_buffer(self, workspace, numbers):
-        """Captured plans of 0.6.12 hold seven int32 for each piece of at most 128 rows of a head, at its most a place."""
-        assert workspace.dtype == numbers.dtype == torch.uint8
-        self.room = numbers.numel()
-
-    def keep(self, heads, kv_heads, head_dim, *, causal, window_left, logits_soft_cap, q_data_type, disable_split_kv):
-        assert (causal, disable_split_kv) == (True, True)
-        self.expected = (heads, kv_heads, head_dim, q_data_type)
-        self.window = None if window_left < 0 else window_left + 1
-        self.soft_cap = logits_soft_cap
-
-    def attend(self, q, keys, values):
-        """In float64."""
-        query = q.double().split(self.lengths)
-        keys, values = ([part.double() for part in parts] for parts in (keys, values))
-        return attention_by_hand(query, keys, values, self.window, self.soft_cap).to(q.dtype)
-
-
-def lengths_between(bounds):
-    assert bounds.dtype == torch.int32
-    assert bounds.device.type == "cpu", "reading them from a device would wait for it"
-    assert bounds[0] == 0
-    return (bounds[1:] - bounds[:-1]).tolist()
-
-
-class Ragged(Wrapper):
-    """Follows the documentation of `BatchPrefillWithRaggedKVCacheWrapper`, on the host."""
-
-    def plan(self, starts, key_starts, *heads, **options):
-        assert torch.equal(starts, key_starts)
-        self.lengths = lengths_between(starts)
-        if self.captured:
-            assert len(self.lengths) == self.places
-            self.most_rows = self.most_rows or sum(self.lengths)
-            assert sum(self.lengths) <= self.most_rows
-            assert self.room >= 28 * heads[0] * (-(-self.most_rows // 128) + self.places)
-        self.keep(*heads, **options)
-        self.log.append("plan")
-
-    def run(self, q, k, v):
-        assert (q.shape[1], k.shape[1], q.shape[2], q.dtype) == self.expected
-        assert len(q) == sum(self.lengths)
-        self.log.append([(part.data_ptr(), part.stride()) for part in (q, k, v)])
-        return self.attend(q, k.split(self.lengths), v.split(self.lengths))
-
-
-class Paged(Wrapper):
-    """Follows the documentation of `BatchPrefillWithPagedKVCacheWrapper`, on the host."""
-
-    def plan(self, starts, page_starts, pages, in_last, heads, kv_heads, head_dim, page_size, **options):
-        self.lengths = lengths_between(starts)
-        num_pages = lengths_between(page_starts)
-        assert pages.dtype == in_last.dtype == torch.int32
-        assert pages.device.type == in_last.device.type == "cpu"
-        assert (len(pages), len(in_last)) == (sum(num_pages), len(num_pages))
-        assert 1 <= int(in_last.min()) <= int(in_last.max()) <= page_size
-        self.prompts = [
-            (of_prompt.long(), (count - 1) * page_size + last)
-            for of_prompt, count, last in zip(pages.split(num_pages), num_pages, in_last.tolist(), strict=True)
-        ]
-        self.page_size = page_size
-        self.keep(heads, kv_heads, head_dim, **options)
-        self.log.append("plan pages")
-
-    def run(self, q, cache, *, out):
-        keys, values = cache
-        assert keys.shape == values.shape
-        assert keys.stride() == values.stride(), "the kernel takes one stride for both"
-        assert (q.shape[1], keys.shape[2], q.shape[2], q.dtype) == self.expected
-        assert keys.dtype == q.dtype
-        assert keys.shape[1] == self.page_size
-        assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, q.dtype, True)
-        self.log.append([(part.data_ptr(), part.stride()) for part in (q, keys, values)])
-        read = ([part[pages].flatten(0, 1)[:length] for pages, length in self.prompts] for part in (keys, values))
-        return out.copy_(self.attend(q, *read))
-
-
-class Event:
-    log: list
-
-    def __init__(self, device):
-        pass
-
-    def synchronize(self):
-        self.log.append("wait")
-
-    def record(self):
-        self.log.append("record")
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """What the stand-ins were asked for, in order."""
-    log: list = []
-    monkeypatch.setattr(Wrapper, "log", log, raising=False)
-    monkeypatch.setattr(Event, "log", log, raising=False)
-    return log
-
-
-@pytest.fixture
-def module(monkeypatch, log):
-    """`polyrec.attention.flashinfer` on the stand-in."""
-    library = SimpleNamespace(
-        BatchPrefillWithRaggedKVCacheWrapper=Ragged,
-        BatchPrefillWithPagedKVCacheWrapper=Paged,
-        utils=SimpleNamespace(is_sm90a_supported=lambda device: True),
-        __version__="0",
-    )
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.delitem(sys.modules, "polyrec.attention.flashinfer", raising=False)
-    monkeypatch.setattr(torch, "Event", Event)
-    module = importlib.import_module("polyrec.attention.flashinfer")
-    monkeypatch.setattr(module.FlashInferAttention, "device", "cpu")
-    yield module
-    sys.modules.pop("polyrec.attention.flashinfer")
-
-
-@pytest.fixture
-def hardware():
-    return build_hardware_backend(HardwareConfig(hardware_platform="cpu"))
 
 
 def needs(**more):
@@ -374,11 +208,6 @@ def test_kernels_that_cannot_be_compiled_stop_the_build(module, hardware, monkey
 class TestFlashInfer(AttentionConformance):
     platform = "nvidia"
     attention = "flashinfer"
-
-
-@pytest.fixture
-def nvidia():
-    return build_hardware_backend(HardwareConfig(hardware_platform="nvidia", attention="flashinfer"))
 
 
 LONG = [1, 127, 129, 700, 1025]

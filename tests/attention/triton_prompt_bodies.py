@@ -8,6 +8,7 @@ Prefills, beams, and the list of what the kernels' programs do.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyrec.attention.triton import TritonAttention
+from polyrec.attention.triton import TritonAttention, TritonSearch
+from polyrec.attention.triton_prompt import join_own
 from polyrec.attention.triton_work import ITEMS_OF_SEARCH, MOST_ITEMS, list_work
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
@@ -220,8 +222,34 @@ class Beams(NamedTuple):
     expected: list[torch.Tensor]
 
 
-def search(backend, lengths, widths, *, paged=True, heads=(4, 2), dtype=torch.float32, cache_dtype=None, **more):
-    """Passes of `widths` beams of requests whose prompts have `lengths` tokens; 0: a place without a request."""
+class OtherReader:
+    """Reads prompts in float64, and keeps what FlashInfer would: the result, rounded, and logarithms of sums in base 2."""
+
+    def __init__(self, backend, case, width):
+        self.backend, self.case, self.width, self.num_calls = backend, case, width, 0
+
+    def attend(self, layer, query, result, own):
+        host, move = self.backend.runtime.to_host, self.backend.runtime.to_device
+        needs, group, found, tops = self.case.needs, query.shape[1] // own.key.shape[1], [], []
+        for row, q in enumerate(host(query).double()):
+            key, value = (part.double() for part in self.case.rows[layer][row // self.width][1:])
+            found.append(attend(q, key, value, needs.soft_cap))
+            scores = torch.einsum("hd,nhd->hn", q, key.repeat_interleave(group, 1)) / DIM**0.5
+            if needs.soft_cap:
+                scores = needs.soft_cap * torch.tanh(scores / needs.soft_cap)
+            tops.append(scores.logsumexp(-1) / math.log(2))
+        result.copy_(move(torch.stack(found).to(result.dtype)))
+        join_own(needs, query, move(torch.stack(tops).float()), result, own)
+        self.num_calls += 1
+
+
+def search(
+    backend, lengths, widths, *, paged=True, heads=(4, 2), dtype=torch.float32, cache_dtype=None, others=None, **more
+):
+    """Passes of `widths` beams of requests whose prompts have `lengths` tokens; 0: a place without a request.
+
+    others: another reader is put into it, and reads the prompts of passes over the most beams.
+    """
     case = draw(backend, [(0, length) for length in lengths], heads, dtype=dtype, cache_dtype=cache_dtype, **more)
     move, needs, rng = backend.runtime.to_device, case.needs, np.random.default_rng(1)
     layout = dataclasses.replace(case.layout, table=dataclasses.replace(case.layout.table, cached=None))
@@ -234,7 +262,11 @@ def search(backend, lengths, widths, *, paged=True, heads=(4, 2), dtype=torch.fl
             rows = [move(torch.cat([of_request[i] for of_request in requests])) for i in (1, 2)]
             backend.ops.kv.write(*rows, *case.cache.layer(layer), move(torch.arange(sum(lengths))))
     attention = TritonAttention(needs, backend.ops)
-    walk = attention.search(layout, case.cache, width=max(widths), num_kept=len(widths) - 1)
+    if others is None:
+        walk = attention.search(layout, case.cache, width=max(widths), num_kept=len(widths) - 1)
+    else:
+        others.append(OtherReader(backend, case, max(widths)))
+        walk = TritonSearch(needs, backend.ops, layout, case.cache, max(widths), len(widths) - 1, others[0])
     paths, taken, result = [[] for _ in range(len(lengths) * widths[0])], [], Beams([], [])
     layer = LAYERS - 1
     for number, width in enumerate(widths):
@@ -288,6 +320,20 @@ def test_soft_cap_of_beams(backend):
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_beams_read_a_cache_of_fewer_bits(backend, cache_dtype):
     check_search(search(backend, (300, 4), (5, 5), cache_dtype=cache_dtype))
+
+
+@pytest.mark.parametrize("dtype", list(dict.fromkeys([*DTYPES, torch.float16])))
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("heads", "widths"), [((2, 2), (2, 6, 6)), ((4, 1), (5,)), ((6, 3), (3, 3)), ((20, 4), (3, 3, 3, 3))]
+)
+def test_own_tokens_join_what_another_reader_found(backend, heads, widths, soft_cap, dtype):
+    """Of one block of heads, of a part of one, and of more than one; a first pass over fewer beams goes through our own."""
+    others = []
+    check_search(
+        search(backend, (30, 1, 70), widths, heads=heads, soft_cap=soft_cap, dtype=dtype, others=others), dtype
+    )
+    assert others[0].num_calls == widths.count(max(widths))
 
 
 @pytest.mark.parametrize("widths", [(3, 5), (35,)])

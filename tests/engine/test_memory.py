@@ -185,6 +185,39 @@ def test_what_the_host_plans_of_a_recorded_prefill_is_renewed_for_each_batch(par
     assert told[4:] == [(64, 4, [50])]
 
 
+def test_what_the_host_plans_of_a_recorded_search_is_renewed_for_each_batch(parts, monkeypatch):
+    """With whole prompts, cached tokens counted, while the device is at their prefill; the search finds it."""
+    told = []
+
+    class Told(HostPlan):
+        def __init__(self, table, cache, width):
+            self.table, self.cache, self.made = table, cache, (len(table.pages), width)
+
+        def renew(self, lengths):
+            told.append((*self.made, lengths.tolist(), (self.table.pages > 0).sum(1).tolist()))
+
+    def checked(self, layout, cache, *, width, num_kept):
+        plan = layout.host_plan
+        assert (plan.table, plan.cache, plan.made) == (layout.table, cache, (len(layout.lengths), width))
+        return search(self, layout, cache, width=width, num_kept=num_kept)
+
+    search = RealRows.search
+    monkeypatch.setattr(RealRows, "search", checked)
+    monkeypatch.setattr(RealRows, "search_host_plan", lambda self, *given, width: Told(*given, width))
+    engine, rng = make_engine(parts, recorded=True), np.random.default_rng(3)
+    prefill = engine._runner._prefill
+    monkeypatch.setattr(engine._runner, "_prefill", lambda *given: told.append("prefill") or prefill(*given))
+    first, second = ([rng.integers(0, LAYOUT.begin, length) for length in lengths] for lengths in ((30, 19), (20, 43)))
+    engine.run([request(tokens) for tokens in first])
+    assert told == [(2, 4, [1, 1], [0, 0]), "prefill", (2, 4, [20, 31], [2, 2])], "for the recording, then the batch"
+    engine.run([request(tokens) for tokens in second])
+    assert told[3:] == ["prefill", (2, 4, [21, 44], [2, 3])]
+    engine.run([request(np.append(second[1], (1, 2)))])  # goes on from what is cached
+    assert told[5:] == [(1, 4, [1], [0]), "prefill", (1, 4, [46], [3])]
+    engine.run([request(np.append(tokens, 3), width=8) for tokens in (*first, second[0])])
+    assert told[8:] == [(4, 8, [1] * 4, [0] * 4), "prefill", (4, 8, [21, 22, 32], [2, 2, 2, 0])]
+
+
 @pytest.mark.parametrize(
     ("limit", "expected"), [(1, (16,)), (16, (16,)), (17, (16, 32)), (64, (16, 32, 64)), (65, (16, 32, 64))]
 )

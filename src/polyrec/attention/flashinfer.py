@@ -1,13 +1,15 @@
-"""Prefill through FlashInfer's kernels (FlashAttention 3 on Hopper); the search stays with our own Triton kernels.
+"""Prefill, and captured searches of many beams, through FlashInfer's kernels (FlashAttention 3 on Hopper); all else through our
+own Triton kernels.
 
-FlashInfer lays out a batch's work on the host, once for all layers, so it needs lengths and tables of cached prompts there. A
-captured prefill of whole prompts is laid out anew before each replay, in the same memory. Where only the device knows the
-lengths otherwise, as in a captured prefill after cached prefixes, Triton's plan runs.
+FlashInfer lays out a batch's work on the host, once for all layers, so it needs lengths and tables of cached prompts there
+(`flashinfer_slots`). What is captured is laid out anew before each replay, in the same memory: a prefill of whole prompts, and
+how beams read prompts. Where only the device knows the lengths otherwise, as in a captured prefill after cached prefixes, or in
+a search that is launched, Triton's kernels run.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import flashinfer
 import torch
@@ -22,55 +24,32 @@ from ..hardware.base.attention import (
     KeyValueCache,
     PackedLayout,
     PageTable,
+    SearchAttention,
 )
 from ..hardware.ops import PlatformOps
-from .triton import PackedPlan, TritonAttention
+from .flashinfer_slots import QUERY_TILE, WORKSPACE_BYTES, CapturedSlot, SearchSlot, Slot
+from .triton import PackedPlan, TritonAttention, TritonSearch
+from .triton_prompt import OwnTokens, join_own
 
 PLANS = 2  # batches whose plans hold at a time: the one that runs, and the next
-# FlashInfer's memory for partial results of one query's keys; such splits, which would let the rounding of one request
-# depend on its neighbours, are off. They would help a request alone that adds a few tokens to a long cached prompt; but
-# without --eager such short rests are recorded, and run through Triton's plan, which splits by the request's own length.
-WORKSPACE_BYTES = 1 << 20
 # A captured prefill of so few tokens leaves the host's work to Triton's plan: laying it out takes the host 240 us. For one
 # prompt of 2,464 tokens FlashInfer gains 1.1 ms in 28 layers (64 us a layer instead of 102, H200); where the two meet was not
 # measured.
 MOST_LEFT_TO_TRITON = 1024
-QUERY_TILE = 128  # rows of one piece of work; FlashInfer 0.6.12 has larger ones for small heads
-NUMBERS_A_PIECE = 7  # int32, that FlashInfer keeps
-
-
-class Ragged(Protocol):
-    """The part of `flashinfer.BatchPrefillWithRaggedKVCacheWrapper` that is used."""
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None: ...
-
-    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, *args: Any, **options: Any) -> None: ...
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class Paged(Protocol):
-    """The part of `flashinfer.BatchPrefillWithPagedKVCacheWrapper` that is used."""
-
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        *args: Any,
-        **options: Any,
-    ) -> None: ...
-
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor: ...
+# A captured search of fewer beams, a request's or all, leaves its prompts to Triton's kernel. Estimates, until measured: a tile
+# of FlashInfer's has one head's beams of one request, and nothing is cut, so 1,024 beams of 16 heads make 128 tiles for the 132
+# multiprocessors of an H200. Our kernel has the beams of all heads that share a kv head in one tile, and cuts prompts where
+# tiles are few.
+LEAST_WIDTH = QUERY_TILE
+LEAST_BEAMS = 1024
 
 
 class FlashInferAttention(TritonAttention):
     """Windows, soft caps and cached prefixes in 16 bits; no gradients. Compiles its kernels where they are not cached: minutes,
     at the build.
 
-    A cache of another dtype than the model's is written, and read by the search; prefills that would read a cached prefix in
-    it take Triton's plan: FlashAttention 3 takes an fp8 cache with fp8 queries only (FlashInfer 0.6.12, `utils.py`,
+    A cache of another dtype than the model's is written, and Triton's kernels read it, in prefills that go on from a cached
+    prefix and in searches: FlashAttention 3 takes an fp8 cache with fp8 queries only (FlashInfer 0.6.12, `utils.py`,
     `is_fa3_backend_supported`). Raises `attention_kernels_failed` where kernels cannot be compiled.
     """
 
@@ -106,6 +85,13 @@ class FlashInferAttention(TritonAttention):
             return None
         return CapturedSlot(self._workspace, self.needs, num_tokens, places)
 
+    def search_host_plan(self, table: PageTable, cache: KeyValueCache, *, width: int) -> HostPlan | None:
+        if not self._keeps_plans or self.needs.sliding_window is not None:
+            return None
+        if width < LEAST_WIDTH or len(table.pages) * width < LEAST_BEAMS or not self._reads(cache):
+            return None
+        return SearchSlot(self._workspace, self.needs, table, width)
+
     def packed(self, layout: PackedLayout, cache: KeyValueCache | None = None) -> AttentionPlan:
         if isinstance(layout.host_plan, CapturedSlot):
             return CapturedPlan(self.needs, self.ops, layout, cache, layout.host_plan)
@@ -115,111 +101,26 @@ class FlashInferAttention(TritonAttention):
             slot = self._next_slot()
             slot.plan(layout.host_lengths)
             return RaggedPlan(self.needs, self.ops, layout, cache, slot)
-        if cache is None or layout.table.host_pages is None or cache.layer(0)[0].dtype != self.needs.dtype:
+        if cache is None or layout.table.host_pages is None or not self._reads(cache):
             return super().packed(layout, cache)
         slot = self._next_slot()
         slot.plan_pages(layout.host_lengths, layout.table)
         return PagedPlan(self.needs, self.ops, layout, cache, slot)
+
+    def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
+        if not isinstance(layout.host_plan, SearchSlot):
+            return super().search(layout, cache, width=width, num_kept=num_kept)
+        reader = SlotReader(self.needs, cache, layout.host_plan)
+        return TritonSearch(self.needs, self.ops, layout, cache, width, num_kept, reader)
+
+    def _reads(self, cache: KeyValueCache) -> bool:
+        return cache.layer(0)[0].dtype == self.needs.dtype
 
     def _next_slot(self) -> Slot:
         """The least recently planned one."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         return slot
-
-
-class Slot:
-    """Memory for one batch's plan. number: how often it was planned, by which a plan knows that its own still holds."""
-
-    def __init__(self, workspace: Tensor, needs: AttentionNeeds) -> None:
-        self.ragged: Ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        self.paged: Paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        self.number = 0
-        self._copied = torch.Event(device=workspace.device)
-        self._heads, self._options = heads_of(needs), options_of(needs)
-
-    def plan(self, lengths: Tensor) -> None:
-        """Lays out the work of whole sequences of `lengths` int64 [R] (host), and queues its copy to the device."""
-        self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
-        bounds = bounds_of(lengths)
-        self.ragged.plan(bounds, bounds, *self._heads, **self._options)
-        self._end()
-
-    def plan_pages(self, lengths: Tensor, table: PageTable) -> None:
-        """The same for the last `lengths` int64 [R] (host) tokens of the prompts in `table`, which has its host side."""
-        assert table.host_pages is not None, "a table that only the device knows"
-        assert table.host_cached is not None, "lengths that only the device knows"
-        self._copied.synchronize()
-        size, whole = table.page_size, lengths + table.host_cached
-        num_pages = (whole + (size - 1)) // size
-        owned = torch.arange(table.host_pages.shape[1]) < num_pages[:, None]
-        last = whole - (num_pages - 1) * size  # tokens in each prompt's last page
-        self.paged.plan(
-            bounds_of(lengths),
-            bounds_of(num_pages),
-            table.host_pages[owned],
-            last.int(),
-            *self._heads,
-            size,
-            **self._options,
-        )
-        self._end()
-
-    def _end(self) -> None:
-        self._copied.record()
-        self.number += 1
-
-
-class CapturedSlot(HostPlan):
-    """Memory for the plans of a captured prefill, which reads them at each replay. The rows behind a batch's prompts are laid
-    out as one more, so that every row of the result is written."""
-
-    def __init__(self, workspace: Tensor, needs: AttentionNeeds, num_tokens: int, places: int) -> None:
-        bounds = torch.zeros((2, places + 2), dtype=torch.int32, device=workspace.device)
-        self.ragged: Ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=bounds[0], kv_indptr_buf=bounds[1]
-        )
-        # The wrapper's own 8 MiB, on the device and pinned, would be held for every captured size.
-        pieces = needs.num_heads * (num_tokens // QUERY_TILE + places + 2)
-        numbers = torch.empty(
-            max(WORKSPACE_BYTES, 8 * NUMBERS_A_PIECE * pieces), dtype=torch.uint8, device=workspace.device
-        )
-        self.ragged.reset_workspace_buffer(workspace, numbers)
-        self._copied = torch.Event(device=workspace.device)
-        self._num_tokens, self._places = num_tokens, places
-        self._heads, self._options = heads_of(needs), options_of(needs)
-
-    def renew(self, lengths: Tensor) -> None:
-        self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
-        counts = torch.zeros(self._places + 1, dtype=torch.int64)
-        counts[: len(lengths)] = lengths
-        counts[-1] = self._num_tokens - int(lengths.sum())
-        bounds = bounds_of(counts)
-        self.ragged.plan(bounds, bounds, *self._heads, **self._options)
-        self._copied.record()
-
-
-def heads_of(needs: AttentionNeeds) -> tuple[int, int, int]:
-    return needs.num_heads, needs.num_kv_heads, needs.head_dim
-
-
-def options_of(needs: AttentionNeeds) -> dict[str, Any]:
-    """What both wrappers' plans are told."""
-    return {
-        "causal": True,
-        # FlashInfer does not count a query's own token.
-        "window_left": -1 if needs.sliding_window is None else needs.sliding_window - 1,
-        "logits_soft_cap": needs.soft_cap,
-        "q_data_type": needs.dtype,
-        "disable_split_kv": True,
-    }
-
-
-def bounds_of(counts: Tensor) -> Tensor:
-    """int64 [R] -> int32 [R + 1]: where each one's part of a packed row begins, and the end."""
-    bounds = torch.zeros(len(counts) + 1, dtype=torch.int32)
-    bounds[1:] = torch.cumsum(counts, 0)
-    return bounds
 
 
 class PlannedPlan(PackedPlan):
@@ -269,6 +170,29 @@ class PagedPlan(PlannedPlan):
         cache, table = self._cache, self._layout.table
         assert cache is not None, "pages are a cache's"
         assert table is not None, "pages need a table"
-        keys, values = (part.unflatten(0, (-1, table.page_size)) for part in cache.layer(layer))
         out = query.new_empty(query.shape)  # FlashInfer would fill its own with zeros first
-        return self._planned().paged.run(query, (keys, values), out=out).flatten(1)
+        self._planned().paged.run(query, pages_of(cache, layer, table.page_size), out=out)
+        return out.flatten(1)
+
+
+class SlotReader:
+    """Beams of a captured search: FlashInfer reads their prompts, and our own kernel joins their own tokens to the result.
+
+    It is rounded to 16 bits in between.
+    """
+
+    def __init__(self, needs: AttentionNeeds, cache: KeyValueCache, slot: SearchSlot) -> None:
+        self._needs, self._cache, self._slot = needs, cache, slot
+        # One for all layers and passes: they run one after another.
+        self._top = torch.empty((slot.num_rows, needs.num_heads), dtype=torch.float32, device=cache.layer(0)[0].device)
+
+    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens) -> None:
+        pages = pages_of(self._cache, layer, self._slot.page_size)
+        self._slot.paged.run(query, pages, out=result.view(query.shape), lse=self._top, return_lse=True)
+        join_own(self._needs, query, self._top, result, own)
+
+
+def pages_of(cache: KeyValueCache, layer: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer, [pages, page_size, kv heads, D] each."""
+    keys, values = (part.unflatten(0, (-1, page_size)) for part in cache.layer(layer))
+    return keys, values

@@ -25,7 +25,7 @@ from ..hardware.early_launch import early
 from ..hardware.ops import PlatformOps
 from . import triton_kernels as kernels
 from .sdpa import SdpaAttention
-from .triton_prompt import KEYS, OwnTokens, PromptReader
+from .triton_prompt import KEYS, BeamReader, OwnTokens, PromptReader
 from .triton_work import Work, list_work
 
 
@@ -81,8 +81,7 @@ class PackedPlan(AttentionPlan):
         tokens, heads, dim = query.shape
         result = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
         if self._reader is not None:
-            self._reader.read(layer, query, result)
-            self._reader.merge(query, result)
+            self._reader.attend(layer, query, result)
         if self._work is not None:
             self._attend_packed(self._work, query, key, value, result)
         return result
@@ -128,7 +127,10 @@ def packed_tile(head_dim: int) -> int:
 
 
 class TritonSearch(SearchAttention):
-    """How the prompts of one batch are read, and what its beams add: [layers, passes, R · W rows, kv heads, D]."""
+    """How the prompts of one batch are read, and what its beams add: [layers, passes, R · W rows, kv heads, D].
+
+    reader: of passes over all `width` beams, if not our own.
+    """
 
     def __init__(
         self,
@@ -138,11 +140,12 @@ class TritonSearch(SearchAttention):
         cache: KeyValueCache,
         width: int,
         num_kept: int,
+        reader: BeamReader | None = None,
     ) -> None:
         self.write = ops.kv.write
         self.num_requests = len(layout.lengths)
         self._make_reader = partial(PromptReader, needs, layout, cache)
-        self._readers: dict[int, PromptReader] = {}
+        self._readers: dict[int, BeamReader] = {} if reader is None else {width: reader}
         num_rows, device = len(layout.lengths) * width, layout.lengths.device
         kept = (needs.num_layers, num_kept, num_rows, needs.num_kv_heads, needs.head_dim)
         self.suffix_keys = torch.empty(kept, dtype=needs.dtype, device=device)
@@ -159,7 +162,7 @@ class TritonSearch(SearchAttention):
 class BeamPlan(AttentionPlan):
     """One pass over R · W beams."""
 
-    def __init__(self, search: TritonSearch, reader: PromptReader, ancestors: Tensor, *, last: bool) -> None:
+    def __init__(self, search: TritonSearch, reader: BeamReader, ancestors: Tensor, *, last: bool) -> None:
         self._search = search
         self._reader = reader
         self._ancestors = ancestors.contiguous()
@@ -181,6 +184,5 @@ class BeamPlan(AttentionPlan):
         search, (rows, heads, dim) = self._search, query.shape
         result = torch.empty((rows, heads * dim), dtype=query.dtype, device=query.device)
         own = OwnTokens(key, value, search.suffix_keys[layer], search.suffix_values[layer], self._ancestors)
-        self._reader.read(layer, query, result, own)
-        self._reader.merge(query, result, own)
+        self._reader.attend(layer, query, result, own)
         return result

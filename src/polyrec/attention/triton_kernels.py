@@ -78,6 +78,35 @@ def _attend_own(
 
 
 @triton.jit
+def _attend_path(
+    q, row, head, real, top, total, acc, key, value, suffix_keys, suffix_values, ancestors,
+    step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, OWN: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The OWN tokens of one beam into the running softmax of some of its heads, of which `real` ones are there. q [M, D].
+
+    Earlier tokens are found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows, kv heads,
+    DIM]; the new one is the row's.
+    """
+    lane = tl.arange(0, DIM)
+    kv_head = (head // GROUP)[:, None]
+    for step in tl.static_range(OWN):
+        if step < OWN - 1:
+            earlier = tl.load(ancestors + row * (OWN - 1) + step)
+            at = (step * step_rows + earlier) * (HEADS // GROUP * DIM) + kv_head * DIM + lane
+            k = tl.load(suffix_keys + at, mask=real[:, None], other=0.0)
+            v = tl.load(suffix_values + at, mask=real[:, None], other=0.0)
+        else:
+            k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0)
+            v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0)
+        top, total, acc = _attend_own(
+            q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
+        )
+    return top, total, acc
+
+
+@triton.jit
 def packed_kernel(
     query, key, value, result, items, count, scale, soft_cap, window,
     q_row, q_head, k_row, k_head, v_row, v_head,
@@ -249,13 +278,9 @@ def merge_kernel(
     OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. A
-    row whose prompt was not cut has its result already.
-
-    A beam's tokens: earlier ones found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows,
-    kv heads, DIM], and its new one. OWN 0: the row is no beam.
+    row whose prompt was not cut has its result already. Own tokens: as of `_attend_path`; OWN 0: the row is no beam.
     """
     begin_early(EARLY)
-    kv_heads: tl.constexpr = HEADS // GROUP
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(owner + row)
     if request < 0:
@@ -289,20 +314,42 @@ def merge_kernel(
         acc += tl.sum(sums * grow[:, :, None], 0)
     if OWN > 0:
         q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
-        of_kv = (head // GROUP)[:, None] * DIM + lane
-        for step in tl.static_range(OWN):
-            if step < OWN - 1:
-                earlier = tl.load(ancestors + row * (OWN - 1) + step)
-                at = (step * step_rows + earlier) * kv_heads * DIM
-                k = tl.load(suffix_keys + at + of_kv, mask=real[:, None], other=0.0)
-                v = tl.load(suffix_values + at + of_kv, mask=real[:, None], other=0.0)
-            else:
-                kv_head = (head // GROUP)[:, None]
-                k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0)
-                v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0)
-            top, total, acc = _attend_own(
-                q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
-            )
+        top, total, acc = _attend_path(
+            q, row, head, real, top, total, acc, key, value, suffix_keys, suffix_values, ancestors,
+            step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap,
+            HEADS, GROUP, DIM, OWN, CAPPED, WINDOWED,
+        )  # fmt: skip
     total = tl.where(real, total, 1.0)
     to = result + row * (HEADS * DIM) + tile
+    tl.store(to, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["step_rows"])
+def join_own_kernel(
+    query, key, value, prompt_top, suffix_keys, suffix_values, ancestors, result,
+    step_rows, k_row, k_head, v_row, v_head, scale, soft_cap, q_row, q_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
+    CAPPED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Programs (query row, BLOCK heads): OWN tokens of a beam joined to its prompt's result, in place. Own tokens: as of
+    `_attend_path`.
+
+    prompt_top: fp32 [rows, heads], the logarithm of the prompt's softmax sum in base 2: its result is what one key of that
+    score, with the result for its value, would give.
+    """
+    begin_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = head < HEADS
+    lane = tl.arange(0, DIM)
+    to = result + (row * HEADS + head[:, None]) * DIM + lane
+    q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
+    acc = tl.load(to, mask=real[:, None], other=0.0).to(tl.float32)
+    top = tl.load(prompt_top + row * HEADS + head, mask=real, other=0.0)
+    total = tl.full([BLOCK], 1.0, tl.float32)
+    top, total, acc = _attend_path(
+        q, row, head, real, top, total, acc, key, value, suffix_keys, suffix_values, ancestors,
+        step_rows, k_row, k_head, v_row, v_head, 0, scale, soft_cap,
+        HEADS, GROUP, DIM, OWN, CAPPED, False,
+    )  # fmt: skip
     tl.store(to, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])

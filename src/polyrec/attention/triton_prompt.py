@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -19,6 +19,7 @@ LEAST_OF_REST = 128
 LEAST_OF_BEAMS = 256
 KEYS = 64  # of a block
 PROGRAMS = 256  # that read prompts: two on each multiprocessor of an H200; each takes its share of what there is
+JOINED_AT_ONCE = 16  # heads of one program that joins own tokens: 16 numbers of each tensor a thread
 
 
 class OwnTokens(NamedTuple):
@@ -30,6 +31,14 @@ class OwnTokens(NamedTuple):
     suffix_keys: Tensor
     suffix_values: Tensor
     ancestors: Tensor
+
+
+class BeamReader(Protocol):
+    """How the beams of a search, all of one width, read their prompts."""
+
+    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens) -> None:
+        """Beams' attention to their prompts and own tokens: query [R · W, heads, D] -> result [R · W, heads · D]."""
+        ...
 
 
 class PromptReader:
@@ -71,30 +80,34 @@ class PromptReader:
         self._part_top = torch.empty(part, dtype=torch.float32, device=device)
         self._part_total = torch.empty_like(self._part_top)
 
-    def read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
-        """query [T, heads, D]. Prompts that are not cut give rows of the result [T, heads · D], others wait for `merge`."""
-        needs, work = self.needs, self.work
+    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
+        """query [T, heads, D] -> result [T, heads · D], with beams' own tokens."""
+        self._read(layer, query, result, own)
+        self._merge(query, result, own)
+
+    def _read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
+        """Prompts that are not cut give rows of the result, others wait for `_merge`."""
+        needs, work, tensors = self.needs, self.work, self._tensors(query, own)
         num_programs = min(work.max_items, max(1, PROGRAMS // needs.num_kv_heads))
         kernels.prompt_kernel[(num_programs, needs.num_kv_heads)](
             query, *self._cache.layer(layer), result, work.items, work.count, *self._place,
-            self._part, self._part_top, self._part_total, *self._tensors(query, own),
-            self._page_row, *self._strides(query, own), *self._common(query),
+            self._part, self._part_top, self._part_total, *tensors,
+            self._page_row, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
             **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page,
             num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
             **early(query.device),
         )  # fmt: skip
 
-    def merge(self, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
-        """Into the result [T, heads · D], with the beams' own tokens."""
-        work, heads = self.work, self.needs.num_heads
+    def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
+        work, needs, heads = self.work, self.needs, self.needs.num_heads
         if work.max_spans == 1:
             return
         # The same for every batch: another block might add in another order.
         block = min(4, triton.next_power_of_2(heads))
-        key, value, suffix_keys, suffix_values, ancestors = self._tensors(query, own)
+        key, value, *others = tensors = self._tensors(query, own)
         kernels.merge_kernel[(len(query), triton.cdiv(heads, block))](
             query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
-            suffix_keys, suffix_values, ancestors, result, *self._strides(query, own), *self._common(query),
+            *others, result, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
             **self._sizes(own), BLOCK=block, MOST=triton.next_power_of_2(work.max_spans), num_warps=2,
             **early(query.device),
         )  # fmt: skip
@@ -103,28 +116,43 @@ class PromptReader:
         """Where there are no own tokens, tensors that are not read."""
         return own or OwnTokens(query, query, query, query, self.work.owner)
 
-    def _strides(self, query: Tensor, own: OwnTokens | None) -> tuple[int, ...]:
-        """Rows of a pass's suffix, and the strides of the new keys and values."""
-        key, value, suffix_keys, *_ = self._tensors(query, own)
-        return suffix_keys.shape[-3], *key.stride()[:2], *value.stride()[:2]
-
     def _num_stages(self, query: Tensor) -> int:
         """A page's number is read before its keys, so each block that is fetched ahead takes two stages."""
         if query.element_size() > 2:
             return 2
         return 5 if self._page and query.shape[2] <= 128 else 3
 
-    def _common(self, query: Tensor) -> tuple[float, ...]:
-        needs = self.needs
-        return needs.sliding_window or 0, needs.head_dim**-0.5, needs.soft_cap or 1.0, *query.stride()[:2]
-
     def _sizes(self, own: OwnTokens | None) -> dict[str, int | bool]:
-        needs = self.needs
-        return {
-            "OWN": 0 if own is None else own.ancestors.shape[1] + 1,
-            "HEADS": needs.num_heads,
-            "GROUP": needs.num_heads // needs.num_kv_heads,
-            "DIM": needs.head_dim,
-            "CAPPED": needs.soft_cap is not None,
-            "WINDOWED": needs.sliding_window is not None,
-        }
+        return {**sizes(self.needs, own), "WINDOWED": self.needs.sliding_window is not None}
+
+
+def join_own(needs: AttentionNeeds, query: Tensor, top: Tensor, result: Tensor, own: OwnTokens) -> None:
+    """Beams' own tokens into the result [rows, heads · D] of their prompts alone, in place. query [rows, heads, D]; top: fp32
+    [rows, heads], the logarithm of each softmax's sum in base 2. No sliding windows."""
+    assert needs.sliding_window is None, "a window would hide tokens of the prompt, or own ones"
+    block = min(JOINED_AT_ONCE, triton.next_power_of_2(needs.num_heads))
+    key, value, *others = own
+    kernels.join_own_kernel[(len(query), triton.cdiv(needs.num_heads, block))](
+        query, key, value, top, *others, result, *own_strides(own), *common(needs, query),
+        **sizes(needs, own), BLOCK=block, num_warps=max(1, block * needs.head_dim // 512), **early(query.device),
+    )  # fmt: skip
+
+
+def own_strides(own: OwnTokens) -> tuple[int, ...]:
+    """Rows of a pass's suffix, and the strides of the new keys and values."""
+    return own.suffix_keys.shape[-3], *own.key.stride()[:2], *own.value.stride()[:2]
+
+
+def common(needs: AttentionNeeds, query: Tensor) -> tuple[float, ...]:
+    """What every kernel here is told last."""
+    return needs.head_dim**-0.5, needs.soft_cap or 1.0, *query.stride()[:2]
+
+
+def sizes(needs: AttentionNeeds, own: OwnTokens | None) -> dict[str, int | bool]:
+    return {
+        "OWN": 0 if own is None else own.ancestors.shape[1] + 1,
+        "HEADS": needs.num_heads,
+        "GROUP": needs.num_heads // needs.num_kv_heads,
+        "DIM": needs.head_dim,
+        "CAPPED": needs.soft_cap is not None,
+    }

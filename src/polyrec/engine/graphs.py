@@ -105,9 +105,11 @@ class RecordedPrefill:
 
 @dataclass(frozen=True)
 class RecordedSearch:
-    """One recorded search. What it reads beside the batch's inputs: hidden [R, D] and, if it filters, keys and allow."""
+    """One recorded search, and what its attention is told before each replay. What it reads beside the batch's inputs: hidden
+    [R, D] and, if it filters, keys and allow."""
 
     graph: CapturedGraph
+    host_plan: HostPlan | None
     hidden: Tensor
     node_filter: NodeFilter | None
 
@@ -157,6 +159,8 @@ class GraphRunner:
         prefill, search = self._prefill_for(batch), self._search_of(shape)
         self._inputs.fill(batch, tokens=prefill is not None)
         self._fill_search(search, self._prefill(prefill, batch), batch)
+        if search.host_plan is not None:  # now that the prefill is launched: the host works while the device does
+            search.host_plan.renew(batch.prompt_lengths)
         lengths = padded(batch.prompt_lengths, len(search.hidden))
         self._searcher.attention.refresh({"lengths": lengths})
         search.graph.update({"lengths": lengths})
@@ -257,12 +261,15 @@ class GraphRunner:
             node_filter = NodeFilter(keys, allow, self._searcher.num_nodes)
         longest = inputs.table.longest
         table = dataclasses.replace(inputs.table, pages=inputs.table.pages[:requests], cached=inputs.cached[:requests])
+        host_plan = self._searcher.attention.search_host_plan(table, self._searcher.pool, width=width)
+        if host_plan is not None:
+            host_plan.renew(torch.ones(requests, dtype=torch.int64))
 
         def run() -> Beams:
-            layout = PackedLayout(inputs.lengths[:requests], longest, longest, table=table)
+            layout = PackedLayout(inputs.lengths[:requests], longest, longest, table=table, host_plan=host_plan)
             return self._searcher.search(SearchInputs(hidden, layout, inputs.widths[:requests], width, node_filter))
 
-        return RecordedSearch(self._backend.graph.capture(run, self._memory_pool), hidden, node_filter)
+        return RecordedSearch(self._backend.graph.capture(run, self._memory_pool), host_plan, hidden, node_filter)
 
 
 def first_from(number: int, rising: tuple[int, ...]) -> int | None:

@@ -92,8 +92,8 @@ class PackedLayout:
     lengths: int64 [R], zero for a place without a sequence. longest: at least the longest one. branch: int64 [T], 0 for a
     sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no branches. A captured graph keeps
     longest and num_tokens, and reads lengths anew. host_lengths: the same lengths on the host, all rows theirs; None: only the
-    device knows them. table: where the cache keeps them; None: packed token t in slot t. host_plan: of a prefill that is
-    captured, if its attention has one.
+    device knows them. table: where the cache keeps them; None: packed token t in slot t. host_plan: of a prefill or a search
+    that is captured, if its attention has one.
     """
 
     lengths: Tensor
@@ -198,11 +198,13 @@ class WriteTarget(NamedTuple):
 
 
 class HostPlan(ABC):
-    """The part of a captured prefill's attention that the host works out for each batch: which program does what, say."""
+    """The part of a captured prefill's or search's attention that the host works out for each batch: which program does what,
+    say."""
 
     @abstractmethod
     def renew(self, lengths: Tensor) -> None:
-        """Before a replay, in its stream: for sequences of `lengths` int64 [R] (host). The rows behind them belong to none."""
+        """Before a replay, in its stream: for sequences of `lengths` int64 [R] (host), of a search for whole prompts. The rows
+        behind them belong to none. The device's page table is the batch's by then."""
 
 
 class AttentionPlan(ABC):
@@ -267,6 +269,11 @@ class AttentionBackend(ABC):
     def host_plan(self, num_tokens: int, places: int) -> HostPlan | None:
         """Asked for before a prefill of `num_tokens` rows, of at most `places` whole prompts, is captured; `packed` then finds
         it in the layout. None: the device needs nothing from the host."""
+        return None
+
+    def search_host_plan(self, table: PageTable, cache: KeyValueCache, *, width: int) -> HostPlan | None:
+        """The same before a search is captured, of at most as many prompts as the table (device) has rows, `width` beams each;
+        `search` then finds it in the layout."""
         return None
 
     def refresh(self, states: Mapping[str, Tensor]) -> None:  # noqa: B027 (most backends keep lengths on the device)
