@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from polyrec.bench.report import commit
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,12 +40,3 @@ def cpu_name() -> str:
     names = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in names if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The tree's commit, with `+` when files under src differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "src") else "")

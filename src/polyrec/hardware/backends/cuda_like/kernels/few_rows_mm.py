@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....early_launch import begin_early, early
 from ..ops.few_rows import Tiling
 
 SUM_COLUMNS = 512
@@ -32,11 +31,10 @@ def _scaled(total, q_scale, weight_scale, bias, row, column, rows, outputs):
 def few_rows_scaled_mm_kernel(
     q, q_scale, weight, weight_scale, bias, out, rows, outputs, inputs, q_stride, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of columns, split) of `blocks` x DEPTH inputs -> out [rows, outputs], or with SPLIT sums
     fp32 [splits, rows, outputs]. RAGGED: the last block reaches beyond the inputs."""
-    begin_early(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -74,10 +72,9 @@ def few_rows_scaled_mm_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_scaled_mm_sum_kernel(
     partial, q_scale, weight_scale, bias, out, rows, outputs,
-    SPLITS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, tile of columns): sums fp32 [SPLITS, rows, outputs], added from the first to the last -> out."""
-    begin_early(EARLY)
     row = tl.program_id(0) + tl.arange(0, 1)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = (row.to(tl.int64) * outputs)[:, None] + column[None, :]
@@ -127,7 +124,6 @@ def few_rows_scaled_mm(
         EXACT=out.dtype != torch.bfloat16,
         num_warps=warps,
         num_stages=stages,
-        **early(out.device),
     )
     if partial is not None:
         few_rows_scaled_mm_sum_kernel[(rows, triton.cdiv(outputs, SUM_COLUMNS))](
@@ -141,5 +137,4 @@ def few_rows_scaled_mm(
             SPLITS=splits,
             COLUMNS=SUM_COLUMNS,
             num_warps=4,
-            **early(out.device),
         )

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....early_launch import begin_early, early
 from .e4m3 import scale_of, store, to_e4m3
 from .rows import rows_of, tile
 
@@ -31,9 +30,7 @@ def _rms_norm(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     FP8: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin_early(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -95,5 +92,4 @@ def rms_norm(
         ADD=total is not None,
         FP8=scale is not None,
         num_warps=warps,
-        **early(out.device),
     )

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....early_launch import begin_early, early
 from .e4m3 import scale_of, to_e4m3
 from .rows import rows_of, tile
 
@@ -26,9 +25,7 @@ def _quantize(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin_early(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -41,10 +38,7 @@ def _quantize(
 
 
 @triton.jit
-def _quantize_long(
-    x, out, scale, inner, x_outer, x_inner, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr
-):
-    begin_early(EARLY)
+def _quantize_long(x, out, scale, inner, x_outer, x_inner, SIZE: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0)
     x += (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
     out += row.to(tl.int64) * SIZE
@@ -67,9 +61,7 @@ def quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
     x, inner, x_outer, x_inner = rows_of(x)
     rows = scale.numel()
     if size > WHOLE:
-        _quantize_long[(rows,)](
-            x, out, scale, inner, x_outer, x_inner, SIZE=size, CHUNK=CHUNK, num_warps=8, **early(out.device)
-        )
+        _quantize_long[(rows,)](x, out, scale, inner, x_outer, x_inner, SIZE=size, CHUNK=CHUNK, num_warps=8)
         return
     columns, rows_each, warps = tile(size)
     _quantize[(triton.cdiv(rows, rows_each),)](
@@ -84,5 +76,4 @@ def quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
         COLUMNS=columns,
         ROWS=rows_each,
         num_warps=warps,
-        **early(out.device),
     )

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....early_launch import begin_early, early
 from .e4m3 import store
 
 
@@ -65,9 +64,7 @@ def _rotate(
     HALF_TILE: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin_early(EARLY)
     SIZE: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_TILE)
@@ -144,5 +141,4 @@ def rotate(
         NORM=weights is not None,
         STORE=kept is not None,
         num_warps=min(max(triton.next_power_of_2(heads) * triton.next_power_of_2(size) // 512, 1), 8),
-        **early(q.device),
     )

@@ -6,13 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....early_launch import begin_early, early
 from .e4m3 import scale_of, store, to_e4m3
 
 CHUNK = 2048  # values of a program where rows are cut
-WHOLE = (
-    8192  # the longest row whose results one program holds; of longer ones the inputs are read twice, then from a cache
-)
+PART = 1024  # values at a time of a row that one program holds; more would leave lanes idle at sizes such as 6,144
+WHOLE = 8192  # the longest such row; of longer ones the inputs are read twice, the second time from a cache
 
 
 @triton.jit
@@ -23,8 +21,7 @@ def _activated(x, column, inside, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
+def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < SIZE
@@ -32,27 +29,33 @@ def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, EAR
 
 
 @triton.jit
-def _silu_and_mul_fp8(x, out, scale, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
+def _silu_and_mul_fp8(
+    x, out, scale, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr
+):
+    """One program a row, in PARTS of CHUNK values, which it holds or computes twice."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     out += row * SIZE
     column = tl.arange(0, CHUNK)
-    if SIZE <= CHUNK:
-        inside = column < SIZE
-        value = _activated(x, column, inside, SIZE)
-        own = scale_of(tl.max(tl.abs(value), 0))
-        tl.store(out + column, to_e4m3(value * (1.0 / own)), mask=inside)
-    else:
-        largest = tl.zeros([CHUNK], tl.float32)
-        for begin in range(0, SIZE, CHUNK):
-            value = _activated(x, begin + column, begin + column < SIZE, SIZE)
-            largest = tl.maximum(largest, tl.abs(value))
+    largest = tl.zeros([CHUNK], tl.float32)
+    if HELD:
+        values = ()
+        for part in tl.static_range(PARTS):
+            at = part * CHUNK + column
+            values = values + (_activated(x, at, at < SIZE, SIZE),)  # noqa: RUF005 (Triton knows no starred tuples)
+            largest = tl.maximum(largest, tl.abs(values[part]))
         own = scale_of(tl.max(largest, 0))
-        for begin in range(0, SIZE, CHUNK):
-            inside = begin + column < SIZE
-            value = _activated(x, begin + column, inside, SIZE)
-            tl.store(out + begin + column, to_e4m3(value * (1.0 / own)), mask=inside)
+        for part in tl.static_range(PARTS):
+            at = part * CHUNK + column
+            tl.store(out + at, to_e4m3(values[part] * (1.0 / own)), mask=at < SIZE)
+    else:
+        for part in range(PARTS):
+            at = part * CHUNK + column
+            largest = tl.maximum(largest, tl.abs(_activated(x, at, at < SIZE, SIZE)))
+        own = scale_of(tl.max(largest, 0))
+        for part in range(PARTS):
+            at = part * CHUNK + column
+            tl.store(out + at, to_e4m3(_activated(x, at, at < SIZE, SIZE) * (1.0 / own)), mask=at < SIZE)
     tl.store(scale + row, own)
 
 
@@ -62,9 +65,19 @@ def silu_and_mul(x: Tensor, out: Tensor, scale: Tensor | None) -> None:
     if scale is None:
         chunk = min(triton.next_power_of_2(size), CHUNK)
         _silu_and_mul[(rows, triton.cdiv(size, chunk))](
-            x, out, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=max(chunk // 512, 1), **early(out.device)
+            x, out, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=max(chunk // 512, 1)
         )
         return
-    chunk = triton.next_power_of_2(size) if size <= WHOLE else CHUNK
-    warps = min(max(chunk // 512, 1), 16)
-    _silu_and_mul_fp8[(rows,)](x, out, scale, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=warps, **early(out.device))
+    held = size <= WHOLE
+    chunk = min(triton.next_power_of_2(size), PART if held else CHUNK)
+    _silu_and_mul_fp8[(rows,)](
+        x,
+        out,
+        scale,
+        x.stride(0),
+        SIZE=size,
+        CHUNK=chunk,
+        PARTS=triton.cdiv(size, chunk),
+        HELD=held,
+        num_warps=max(chunk // 128, 1),
+    )
