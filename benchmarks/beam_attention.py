@@ -2,10 +2,10 @@
 
 A request's beams share its prompt, which lies in pages of a cache; each beam also has a token of its own from the pass before,
 and its new one. Times are medians over replays of a graph that holds one pass of a few layers, and are told for one layer; the
-rate counts the products of the prompt alone. With --early kernels start while the one before ends (`hardware/early_launch.py`).
+rate counts the products of the prompt alone.
 
     python benchmarks/beam_attention.py                       # a table, half a minute on an H200
-    python benchmarks/beam_attention.py --early --shapes 1x50x2457 8x256x1001 --out beams.json
+    python benchmarks/beam_attention.py --shapes 1x50x2457 8x256x1001 --out beams.json
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 from facts import origin
 
 from attention import HEAD_DIM, HEADS, KV_HEADS, graph_time
-from polyrec.hardware import HardwareConfig, build_hardware_backend, early_launch
+from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
 from polyrec.hardware.base.backend import HardwareBackend
 from polyrec.kvcache.options import PAGE_SIZE
@@ -47,14 +47,12 @@ class Measured:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="requests x beams x prompt tokens")
-    parser.add_argument("--early", action="store_true", help="start kernels early")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--out", type=Path, help="JSON with all figures")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("This measures a device that torch shows as cuda, and there is none.", file=sys.stderr)
         return 1
-    early_launch.ENABLED = args.early
     facts = origin("beam_attention.py", packages=("torch",))
     backend = build_hardware_backend(HardwareConfig(hardware_platform="nvidia", attention="triton"))
     facts["machine"] |= {"device": backend.runtime.device_name(), "triton": triton.__version__}
@@ -65,9 +63,7 @@ def main() -> int:
         found.append(one)
         print(f"{one.shape:14}{one.us:12.1f}{one.tflops:10.0f}", flush=True)
     if args.out:
-        args.out.write_text(
-            json.dumps({"origin": facts, "early": args.early, "passes": list(map(asdict, found))}, indent=1)
-        )
+        args.out.write_text(json.dumps({"origin": facts, "passes": list(map(asdict, found))}, indent=1))
     return 0
 
 

@@ -19,7 +19,7 @@ DEVICE_NAMES = DEVICE_MODULES | {"privateuse1", "gpu"} | set(platform_names())
 # Vendor library -> where alone it may be imported (a prefix of the path inside the package).
 VENDOR_PLACES: dict[str, tuple[str, ...]] = {
     "flashinfer": ("attention/flashinfer",),
-    "triton": ("attention/triton", "hardware/backends/", "hardware/early_launch.py"),
+    "triton": ("attention/triton", "hardware/backends/"),
     "torch_npu": ("hardware/backends/ascend/",),
     "torch_musa": ("hardware/backends/musa/",),
     "intel_extension_for_pytorch": ("hardware/backends/xpu/",),

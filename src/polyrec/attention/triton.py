@@ -21,7 +21,6 @@ from ..hardware.base.attention import (
     SearchAttention,
     WriteTarget,
 )
-from ..hardware.early_launch import early
 from ..hardware.ops import PlatformOps
 from . import triton_kernels as kernels
 from .sdpa import SdpaAttention
@@ -93,7 +92,7 @@ class PackedPlan(AttentionPlan):
             needs.sliding_window or 0, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=packed_tile(dim), KEYS=KEYS,
             CAPPED=needs.soft_cap is not None, WINDOWED=needs.sliding_window is not None,
-            num_warps=8, num_stages=3 if query.element_size() == 2 else 1, **early(query.device),
+            num_warps=8, num_stages=3 if query.element_size() == 2 else 1,
         )  # fmt: skip
 
     # Both are made in the first layer: another plan of this kind may need neither.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..hardware.early_launch import begin_early
 from .triton_work import (
     BEFORE,
     BEGIN,
@@ -78,19 +77,20 @@ def _attend_own(
 
 
 @triton.jit
-def _attend_path(
-    q, row, head, real, top, total, acc, key, value, suffix_keys, suffix_values, ancestors,
-    step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap,
+def _own_tokens(
+    row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, OWN: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The OWN tokens of one beam into the running softmax of some of its heads, of which `real` ones are there. q [M, D].
+    """Keys and values [M, D] of the OWN tokens of one beam for some of its heads, of which `real` ones are there, oldest first.
 
     Earlier tokens are found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows, kv heads,
     DIM]; the new one is the row's.
     """
     lane = tl.arange(0, DIM)
     kv_head = (head // GROUP)[:, None]
+    keys = ()
+    values = ()
+    # Tuples grow: Triton knows no starred ones, mypy none that grow.
     for step in tl.static_range(OWN):
         if step < OWN - 1:
             earlier = tl.load(ancestors + row * (OWN - 1) + step)
@@ -100,8 +100,20 @@ def _attend_path(
         else:
             k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0)
             v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0)
+        keys = keys + (k,)  # type: ignore[assignment]  # noqa: RUF005
+        values = values + (v,)  # type: ignore[assignment]  # noqa: RUF005
+    return keys, values
+
+
+@triton.jit
+def _attend_path(
+    q, keys, values, top, total, acc, scale, soft_cap, window,
+    OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """A beam's own tokens, OWN keys and values [M, D], into the running softmax of some of its heads. q [M, D]."""
+    for step in tl.static_range(OWN):
         top, total, acc = _attend_own(
-            q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
+            q, keys[step], values[step], top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
         )
     return top, total, acc
 
@@ -111,10 +123,9 @@ def packed_kernel(
     query, key, value, result, items, count, scale, soft_cap, window,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Programs (item, head): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
-    begin_early(EARLY)
     if tl.program_id(0) >= tl.load(count):
         return
     at = items + tl.program_id(0) * ITEM_SIZE
@@ -171,13 +182,26 @@ def _slots(number, there, request, pages, starts, page_row, PAGE: tl.constexpr, 
     return slot
 
 
+@triton.jit
+def _item(items, item):
+    """An item of the list: request, tile, first key of the span, the key behind its last, row of its partial results, query
+    rows of the request, the first of them, keys before that."""
+    at = items + item * ITEM_SIZE
+    request = tl.load(at + REQUEST).to(tl.int64)
+    first_query = tl.load(at + FIRST_ROW).to(tl.int64)
+    return (
+        request, tl.load(at + TILE), tl.load(at + BEGIN), tl.load(at + END), tl.load(at + OUT), tl.load(at + ROWS_OF),
+        first_query, tl.load(at + BEFORE),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["page_row", "step_rows"])
 def prompt_kernel(
     query, keys, values, result, items, count, starts, pages, part, part_top, part_total,
     key, value, suffix_keys, suffix_values, ancestors,
     page_row, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    PAGE: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
@@ -186,23 +210,19 @@ def prompt_kernel(
     part: fp32 [rows, heads, DIM], not yet divided; part_top, part_total: fp32 [rows, heads], the running softmax in base 2.
     What is not cut goes to the result, with a beam's own tokens.
     """
-    begin_early(EARLY)
     CAUSAL: tl.constexpr = OWN == 0
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(1)
     lane = tl.arange(0, DIM)
-    for item in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
-        at = items + item * ITEM_SIZE
-        request = tl.load(at + REQUEST).to(tl.int64)
-        begin = tl.load(at + BEGIN)
-        end = tl.load(at + END)
-        before = tl.load(at + BEFORE)
-        num_rows = tl.load(at + ROWS_OF) * GROUP
-        out = tl.load(at + OUT)
-        first_row = tl.load(at + TILE) * ROWS
+    item = tl.program_id(0)
+    bound = tl.load(count)  # not waited for until the item is there too
+    request, tile, begin, end, out, num_rows, first_query, before = _item(items, item)
+    while item < bound:
+        num_rows *= GROUP
+        first_row = tile * ROWS
         row = first_row + tl.arange(0, ROWS)
         inside = row < num_rows
-        token = tl.load(at + FIRST_ROW).to(tl.int64) + row // GROUP
+        token = first_query + row // GROUP
         head = kv_head * GROUP + row % GROUP
         q = tl.load(query + token[:, None] * q_row + head[:, None] * q_head + lane, mask=inside[:, None], other=0.0)
         top = tl.full([ROWS], NEVER, tl.float32)
@@ -268,34 +288,52 @@ def prompt_kernel(
             tl.store(part + apart[:, None] * DIM + lane, acc, mask=inside[:, None])
             tl.store(part_top + apart, top, mask=inside)
             tl.store(part_total + apart, total, mask=inside)
+        item += tl.num_programs(0)
+        if item < bound:
+            request, tile, begin, end, out, num_rows, first_query, before = _item(items, item)
 
 
-@triton.jit(do_not_specialize=["step_rows"])
+@triton.jit(do_not_specialize=["step_rows", "width"])
 def merge_kernel(
     query, key, value, part, part_top, part_total, requests, owner, suffix_keys, suffix_values, ancestors, result,
-    step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
+    width, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-    OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. A
-    row whose prompt was not cut has its result already. Own tokens: as of `_attend_path`; OWN 0: the row is no beam.
+    row whose prompt was not cut has its result already. Own tokens: as of `_own_tokens`; OWN 0: the row is no beam, else each
+    request has `width` rows.
+
+    A program does little, so what it costs is trips to memory one after another: all that depends on nothing is loaded first.
     """
-    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    request = tl.load(owner + row)
-    if request < 0:
-        return
-    at = requests + request * REQUEST_SIZE
-    num_spans = tl.load(at + SPANS)
-    if num_spans <= 1:
-        return
-    num_rows = tl.load(at + PART_ROWS).to(tl.int64)
-    first = tl.load(at + FIRST_PART) + row - tl.load(at + PART_ROW)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = head < HEADS
     lane = tl.arange(0, DIM)
     tile = head[:, None] * DIM + lane
-    # Tops first, then many spans at a time: a trip to memory for each span in turn would cost more than all of the rest.
+    if OWN > 0:
+        q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
+        keys, values = _own_tokens(
+            row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
+            HEADS, GROUP, DIM, OWN,
+        )  # fmt: skip
+        request = tl.program_id(0) // width
+    else:
+        request = tl.load(owner + row)
+        if request < 0:
+            return
+    at = requests + request * REQUEST_SIZE
+    num_spans = tl.load(at + SPANS)
+    first = tl.load(at + FIRST_PART) + row
+    if OWN > 0:
+        num_rows = width.to(tl.int64)
+        first -= request * num_rows
+    else:
+        num_rows = tl.load(at + PART_ROWS).to(tl.int64)
+        first -= tl.load(at + PART_ROW)
+    if num_spans <= 1:
+        return
+    # Tops first, then many spans at a time.
     AT_ONCE: tl.constexpr = MOST if MOST < 8 else 8
     span = tl.arange(0, MOST)[:, None]
     of_span = (first + span * num_rows) * HEADS + head[None, :]
@@ -313,12 +351,7 @@ def merge_kernel(
         sums = tl.load(part + place[:, :, None] * DIM + lane[None, None, :], mask=real_some[:, :, None], other=0.0)
         acc += tl.sum(sums * grow[:, :, None], 0)
     if OWN > 0:
-        q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
-        top, total, acc = _attend_path(
-            q, row, head, real, top, total, acc, key, value, suffix_keys, suffix_values, ancestors,
-            step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap,
-            HEADS, GROUP, DIM, OWN, CAPPED, WINDOWED,
-        )  # fmt: skip
+        top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, window, OWN, CAPPED, WINDOWED)
     total = tl.where(real, total, 1.0)
     to = result + row * (HEADS * DIM) + tile
     tl.store(to, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])
@@ -329,27 +362,26 @@ def join_own_kernel(
     query, key, value, prompt_top, suffix_keys, suffix_values, ancestors, result,
     step_rows, k_row, k_head, v_row, v_head, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
-    CAPPED: tl.constexpr, EARLY: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): OWN tokens of a beam joined to its prompt's result, in place. Own tokens: as of
-    `_attend_path`.
+    `_own_tokens`.
 
     prompt_top: fp32 [rows, heads], the logarithm of the prompt's softmax sum in base 2: its result is what one key of that
     score, with the result for its value, would give.
     """
-    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = head < HEADS
     lane = tl.arange(0, DIM)
     to = result + (row * HEADS + head[:, None]) * DIM + lane
     q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
+    keys, values = _own_tokens(
+        row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
+        HEADS, GROUP, DIM, OWN,
+    )  # fmt: skip
     acc = tl.load(to, mask=real[:, None], other=0.0).to(tl.float32)
     top = tl.load(prompt_top + row * HEADS + head, mask=real, other=0.0)
     total = tl.full([BLOCK], 1.0, tl.float32)
-    top, total, acc = _attend_path(
-        q, row, head, real, top, total, acc, key, value, suffix_keys, suffix_values, ancestors,
-        step_rows, k_row, k_head, v_row, v_head, 0, scale, soft_cap,
-        HEADS, GROUP, DIM, OWN, CAPPED, False,
-    )  # fmt: skip
+    top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, 0, OWN, CAPPED, False)
     tl.store(to, (acc / total[:, None]).to(result.dtype.element_ty), mask=real[:, None])

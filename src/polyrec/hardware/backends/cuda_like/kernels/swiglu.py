@@ -42,7 +42,8 @@ def _silu_and_mul_fp8(
         values = ()
         for part in tl.static_range(PARTS):
             at = part * CHUNK + column
-            values = values + (_activated(x, at, at < SIZE, SIZE),)  # noqa: RUF005 (Triton knows no starred tuples)
+            # Triton knows no starred tuples, mypy no tuples that grow.
+            values = values + (_activated(x, at, at < SIZE, SIZE),)  # type: ignore[assignment]  # noqa: RUF005
             largest = tl.maximum(largest, tl.abs(values[part]))
         own = scale_of(tl.max(largest, 0))
         for part in tl.static_range(PARTS):
