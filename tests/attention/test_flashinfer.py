@@ -177,6 +177,25 @@ def test_a_captured_prefill_is_laid_out_anew_for_each_batch(module, hardware, lo
 
 
 @on_linux
+def test_a_captured_plan_that_still_holds_is_kept(module, hardware, log, monkeypatch):
+    """It follows from the lengths alone; one that was begun and failed does not hold."""
+    host_plan = module.FlashInferAttention(needs(), hardware.ops).host_plan(1100, 4)
+    log.clear()
+    for batch in ([300, 200], [300, 200], [300], [300, 200], [200, 300], [200, 300]):
+        host_plan.renew(torch.tensor(batch))
+    assert log.count("plan") == 4
+    assert host_plan.ragged.lengths == [200, 300, 0, 0, 600]
+    keep = host_plan.ragged.keep
+    monkeypatch.setattr(host_plan.ragged, "keep", lambda *given, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        host_plan.renew(torch.tensor([1000]))
+    monkeypatch.setattr(host_plan.ragged, "keep", keep)
+    host_plan.renew(torch.tensor([200, 300]))
+    assert host_plan.ragged.lengths == [200, 300, 0, 0, 600]
+    assert log.count("plan") == 5
+
+
+@on_linux
 @pytest.mark.parametrize(("heads", "num_tokens"), [(4, 1100), (256, 65_536)])
 def test_a_captured_plan_has_room_for_every_piece(module, hardware, heads, num_tokens):
     asked = AttentionNeeds(2, heads, 2, 64, dtype=BF16)

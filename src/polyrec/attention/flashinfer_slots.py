@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Protocol
 
 import flashinfer
@@ -95,31 +96,51 @@ class Slot:
         self.number += 1
 
 
-class CapturedSlot(HostPlan):
+class RenewedPlan(HostPlan):
+    """A plan in memory of its own, which captured kernels read at each replay. It follows from the lengths alone, so a batch of
+    the last one's lengths needs none: requests one at a time whose histories are cut to one length, say."""
+
+    def __init__(self, workspace: Tensor) -> None:
+        self._copied = torch.Event(device=workspace.device)
+        self._planned: Tensor | None = None
+
+    def renew(self, lengths: Tensor) -> None:
+        if self._planned is not None and torch.equal(lengths, self._planned):
+            return
+        self._planned = None  # until all of the new one is there
+        self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
+        self._plan(lengths)
+        self._copied.record()
+        self._planned = lengths.clone()
+
+    @abstractmethod
+    def _plan(self, lengths: Tensor) -> None:
+        """Lays out the work of sequences of `lengths` int64 [R] (host), and queues its copy to the device."""
+
+
+class CapturedSlot(RenewedPlan):
     """Memory for the plans of a captured prefill, which reads them at each replay. The rows behind a batch's prompts are laid
     out as one more, so that every row of the result is written."""
 
     def __init__(self, workspace: Tensor, needs: AttentionNeeds, num_tokens: int, places: int) -> None:
+        super().__init__(workspace)
         bounds = torch.zeros((2, places + 2), dtype=torch.int32, device=workspace.device)
         self.ragged: Ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", use_cuda_graph=True, qo_indptr_buf=bounds[0], kv_indptr_buf=bounds[1]
         )
         self.ragged.reset_workspace_buffer(workspace, numbers_of(workspace, needs, num_tokens, places + 1))
-        self._copied = torch.Event(device=workspace.device)
         self._num_tokens, self._places = num_tokens, places
         self._heads, self._options = heads_of(needs), options_of(needs)
 
-    def renew(self, lengths: Tensor) -> None:
-        self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
+    def _plan(self, lengths: Tensor) -> None:
         counts = torch.zeros(self._places + 1, dtype=torch.int64)
         counts[: len(lengths)] = lengths
         counts[-1] = self._num_tokens - int(lengths.sum())
-        bounds = bounds_of(counts)
+        bounds = pinned(bounds_of(counts))
         self.ragged.plan(bounds, bounds, *self._heads, **self._options)
-        self._copied.record()
 
 
-class SearchSlot(HostPlan):
+class SearchSlot(RenewedPlan):
     """Memory for the plans of a captured search, whose kernels read them at each replay: one for all passes over `width` beams
     of each prompt in the table.
 
@@ -128,6 +149,7 @@ class SearchSlot(HostPlan):
     """
 
     def __init__(self, workspace: Tensor, needs: AttentionNeeds, table: PageTable, width: int) -> None:
+        super().__init__(workspace)
         places, columns = table.pages.shape
         bounds = torch.zeros((2, places + 1), dtype=torch.int32, device=workspace.device)
         self._pages = table.pages.view(-1)
@@ -142,12 +164,10 @@ class SearchSlot(HostPlan):
         )
         self.num_rows, self.page_size = places * width, table.page_size
         self.paged.reset_workspace_buffer(workspace, numbers_of(workspace, needs, self.num_rows, places))
-        self._copied = torch.Event(device=workspace.device)
-        self._rows, self._columns = (bounds_of(torch.full((places,), each)) for each in (width, columns))
+        self._rows, self._columns = (pinned(bounds_of(torch.full((places,), each))) for each in (width, columns))
         self._heads, self._options = heads_of(needs), options_of(needs) | {"causal": False}
 
-    def renew(self, lengths: Tensor) -> None:
-        self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
+    def _plan(self, lengths: Tensor) -> None:
         whole = torch.ones(len(self._rows) - 1, dtype=torch.int32)
         whole[: len(lengths)] = lengths
         # FlashAttention 3 takes lengths from `seq_lens` (FlashInfer 0.6.12, `plan`); else they would follow from the columns.
@@ -156,13 +176,12 @@ class SearchSlot(HostPlan):
             self._rows,
             self._columns,
             self._pages,
-            in_last_page(whole, self.page_size),
+            pinned(in_last_page(whole, self.page_size)),
             *self._heads,
             self.page_size,
-            seq_lens=whole,
+            seq_lens=pinned(whole),
             **self._options,
         )
-        self._copied.record()
 
 
 def numbers_of(workspace: Tensor, needs: AttentionNeeds, num_rows: int, places: int) -> Tensor:
@@ -194,6 +213,11 @@ def bounds_of(counts: Tensor) -> Tensor:
     bounds = torch.zeros(len(counts) + 1, dtype=torch.int32)
     bounds[1:] = torch.cumsum(counts, 0)
     return bounds
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A host tensor from which a copy to the device makes nobody wait; itself where there is no device (in tests)."""
+    return tensor.pin_memory() if torch.accelerator.is_available() else tensor
 
 
 def in_last_page(lengths: Tensor, page_size: int) -> Tensor:

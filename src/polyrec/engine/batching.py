@@ -37,16 +37,18 @@ class Batch:
 
 def make_batch(requests: Sequence[SearchRequest], held: Sequence[Held], page_size: int, trie: Trie) -> Batch:
     """Packs prompts, widths and filters. held: each request's pages, and how much of its prompt they hold already."""
-    cached = np.array([each.num_cached for each in held])
-    lengths = np.array([len(request.prompt) for request in requests]) - cached
-    widths = torch.tensor([request.beam_width for request in requests])
+    pairs = list(zip(requests, held, strict=True))
+    numbers = np.array(
+        [(len(request.prompt) - each.num_cached, each.num_cached, request.beam_width) for request, each in pairs],
+        np.int64,
+    )
+    lengths, cached, widths = np.ascontiguousarray(numbers.T)
+    parts = [request.prompt[each.num_cached :] for request, each in pairs]
     return Batch(
-        token_ids=torch.from_numpy(
-            np.concatenate([request.prompt[num:] for request, num in zip(requests, cached, strict=True)])
-        ),
+        token_ids=torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts)),
         lengths=torch.from_numpy(lengths),
         table=make_table(held, cached, int((lengths + cached).max()), page_size),
-        widths=widths,
+        widths=torch.from_numpy(widths),
         width=int(widths.max()),
         node_filter=make_filter(requests, trie),
     )

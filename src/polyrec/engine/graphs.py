@@ -61,38 +61,61 @@ class Fallback(Protocol):
 
 
 class BatchInputs:
-    """What recorded graphs read of a batch, on the device: filled by two copies, from one thread, in the stream that replays.
+    """What recorded graphs read of a batch, on the device: filled by one copy, from one thread, in the stream that replays.
 
-    lengths, cached, widths: int64 [places]. token_ids: int64 [most tokens of a recorded prefill]. table: all prompts'.
+    lengths, cached, widths: int64 [places]. table: all prompts'. token_ids: int64 [most tokens of a recorded prefill].
     """
 
     def __init__(
         self, places: int, num_tokens: int, max_prompt: int, page_size: int, runtime: Runtime, device: torch.device
     ) -> None:
-        self._runtime = runtime
-        self._places = places
-        self._numbers = torch.zeros(3 * places + num_tokens, dtype=torch.int64, device=device)
-        self.lengths, self.cached, self.widths = self._numbers[: 3 * places].view(3, places)
-        self.token_ids = self._numbers[3 * places :]
-        pages = torch.zeros((places, -(-max_prompt // page_size)), dtype=torch.int32, device=device)
+        columns = -(-max_prompt // page_size)
+        self._shape = (places, columns)
+        self._tokens_at = 3 * places + -(-places * columns // 2)  # two pages' numbers are as long as one other
+        self._numbers = torch.zeros(self._tokens_at + num_tokens, dtype=torch.int64, device=device)
+        (self.lengths, self.cached, self.widths), pages, self.token_ids = self._parts(self._numbers)
         self.table = PageTable(pages, page_size, max_prompt, self.cached)
+        self._runtime = runtime
+        self._stages = [Stage(runtime, len(self._numbers)) for _ in range(2)]  # of the batch that runs, and of the next
+        self._turn = 0
 
     def fill(self, batch: Batch, *, tokens: bool) -> None:
         """tokens: a recorded prefill reads them."""
-        heads = (batch.lengths, batch.prompt_lengths - batch.lengths, batch.widths)
-        numbers = [padded(each, self._places) for each in heads]
-        numbers += [batch.token_ids] if tokens else []
-        self._copy(self._numbers, torch.cat(numbers))
+        stage = self._stages[self._turn]
+        self._turn = 1 - self._turn
+        stage.copied.synchronize()
+        heads, pages, token_ids = (part.numpy() for part in self._parts(stage.numbers))
         requests, columns = batch.table.pages.shape
-        self._copy(self.table.pages[:requests, :columns], batch.table.pages)
+        heads[:, requests:] = 0
+        heads[0, :requests] = batch.lengths
+        heads[1, :requests] = 0 if batch.table.cached is None else batch.table.cached
+        heads[2, :requests] = batch.widths
+        pages[:] = 0
+        pages[:requests, :columns] = batch.table.pages
+        used = self._tokens_at
+        if tokens:
+            token_ids[: len(batch.token_ids)] = batch.token_ids
+            used += len(batch.token_ids)
+        self._numbers[:used].copy_(stage.numbers[:used], non_blocking=True)
+        stage.copied.record(self._runtime.current_stream())
 
     def clear(self) -> None:
         """For a recording: what it computes must reach no prompt's pages, and page 0 takes it."""
         self._numbers.zero_()
-        self.table.pages.zero_()
 
-    def _copy(self, buffer: Tensor, value: Tensor) -> None:
-        buffer[: len(value)].copy_(self._runtime.pin(value), non_blocking=True)
+    def _parts(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [3, places], int32 [places, pages of the longest prompt], int64 [tokens], where they lie among the numbers."""
+        places, columns = self._shape
+        heads, pages = numbers[: 3 * places], numbers[3 * places : self._tokens_at].view(torch.int32)
+        return heads.view(3, places), pages[: places * columns].view(places, columns), numbers[self._tokens_at :]
+
+
+class Stage:
+    """Host memory that a batch's inputs are put together in. copied: passed when the device has them."""
+
+    def __init__(self, runtime: Runtime, size: int) -> None:
+        self.numbers = runtime.pin(torch.zeros(size, dtype=torch.int64))
+        self.copied = runtime.event()
 
 
 @dataclass(frozen=True)
