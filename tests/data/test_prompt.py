@@ -43,12 +43,13 @@ def test_equals_a_plain_loop(basket_token, depth):
         block = int(rng.integers(1, max_items + 1))
         config = PromptConfig(max_items=max_items, block=block, basket_token=basket_token)
         builder = PromptBuilder(layout, config)
-        codes, baskets = random_history(rng, sizes, int(rng.integers(0, 25)))
-        prompt = builder.build(codes, baskets)
-        assert prompt.dtype == np.int64
-        assert prompt.tolist() == plain_prompt(layout, codes, baskets, config)
-        assert prompt[-1] == layout.begin
-        assert len(prompt) <= builder.max_tokens
+        codes, some_together = random_history(rng, sizes, int(rng.integers(0, 25)))
+        for baskets in (some_together, np.arange(len(codes))):
+            prompt = builder.build(codes, baskets)
+            assert prompt.dtype == np.int64
+            assert prompt.tolist() == plain_prompt(layout, codes, baskets, config)
+            assert prompt[-1] == layout.begin
+            assert len(prompt) <= builder.max_tokens
 
 
 def test_max_tokens_is_reached():

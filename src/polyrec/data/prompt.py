@@ -61,9 +61,13 @@ class PromptBuilder:
         if not self.config.basket_token:
             return np.concatenate([tokens.reshape(-1), begin])
         opens = basket_starts(baskets[dropped:])
+        if opens.all():  # baskets of one item, or a sequence: a table
+            ids = np.full(len(tokens) * (self.layout.depth + 1) + 1, self.layout.begin, np.int64)
+            ids[:-1].reshape(len(tokens), self.layout.depth + 1)[:, 1:] = tokens
+            return ids
         # Each item takes S places, and one more where it opens a basket.
         end = np.cumsum(self.layout.depth + opens)
-        ids = np.full(int(end[-1]) + 1 if len(end) else 1, self.layout.begin, np.int64)
+        ids = np.full(int(end[-1]) + 1, self.layout.begin, np.int64)
         places = end[:, None] - self.layout.depth + np.arange(self.layout.depth)
         ids[places] = tokens
         return ids
