@@ -89,6 +89,32 @@ def test_masters_follow_torchs_adamw(monkeypatch, bucket, alone, scale):
         assert one.shape == other.shape
 
 
+def test_rows_are_seen_where_numbers_make_whole_ones(monkeypatch):
+    """And nothing else comes of it."""
+    monkeypatch.setattr(master, "ALONE", 10**9)
+    monkeypatch.setattr(master, "BUCKET", 1)  # each parameter by itself
+    shapes, found = [], []
+
+    def seen(*tensors):
+        shapes.append([tuple(one.shape) for one in tensors])
+        update(*tensors)
+
+    for row in (1, 4, 10**6):
+        monkeypatch.setattr(master, "ROW", row)
+        weights, optimizer = make(seen)
+        for one, slope in zip(weights, draw(1, *SHAPES), strict=True):
+            one.grad = slope.to(torch.bfloat16)
+        shapes.clear()
+        optimizer.step()
+        sizes = sorted(one.numel() for one in weights)
+        expected = sorted((size,) if size % row else (size // row, row) for size in sizes)
+        assert sorted(each[0] for each in shapes) == expected
+        assert all(each == [each[0]] * 5 + [(8,)] for each in shapes)
+        found.append([one.detach().clone() for one in weights])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
 def test_a_saved_state_goes_on_bit_for_bit():
     def run(optimizer, weights, steps):
         for step in steps:

@@ -145,19 +145,20 @@ def test_gradients_are_clipped_to_the_norm():
     assert after.item() == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "masters"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_spoils_nothing(poison):
+def test_a_gradient_that_is_not_finite_spoils_nothing(poison, dtype):
     calls = []
 
     def poisoned(model, batch):
         calls.append(batch)
-        loss = loss_of(model, batch) * (poison if len(calls) == 4 else 1.0)
+        loss = loss_of(model, SimpleNamespace(x=batch.x.to(dtype))) * (poison if len(calls) == 4 else 1.0)
         return Loss(loss, torch.stack([loss.detach()]))
 
-    trainer, _ = make_trainer(Net(), OptimConfig(learning_rate=3e-3, warmup_steps=8), poisoned)
+    trainer, _ = make_trainer(Net().to(dtype), OptimConfig(learning_rate=3e-3, warmup_steps=8), poisoned)
     for _ in range(3):
         trainer.train_step()
-    before = copy.deepcopy(trainer.model.state_dict()), copy.deepcopy(trainer.optimizer.state_dict()["state"])
+    before = copy.deepcopy(trainer.model.state_dict()), copy.deepcopy(states_of(trainer))
     with pytest.raises(TrainingError) as error:
         trainer.train_step()
     assert error.value.code == "gradient_not_finite"
@@ -168,9 +169,16 @@ def test_a_gradient_that_is_not_finite_spoils_nothing(poison):
     assert trainer.progress.step == 3
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(value, before[0][name], rtol=0, atol=0)
-    for index, state in trainer.optimizer.state_dict()["state"].items():
+    assert before[1]
+    for state, kept in zip(states_of(trainer), before[1], strict=True):
         for name, value in state.items():
-            torch.testing.assert_close(value, before[1][index][name], rtol=0, atol=0)
+            torch.testing.assert_close(value, kept[name], rtol=0, atol=0)
+
+
+def states_of(trainer):
+    """Of the optimizer, its tensors by name."""
+    saved = trainer.optimizer.state_dict()
+    return saved["buckets"] if "buckets" in saved else list(saved["state"].values())
 
 
 def test_no_gradient_of_the_last_step_is_held_in_the_forward_pass():
@@ -188,10 +196,19 @@ def test_no_gradient_of_the_last_step_is_held_in_the_forward_pass():
 def test_on_step_ends_a_run():
     trainer, loader = make_trainer(Net(), OptimConfig())
     trainer.run(lambda facts: facts.step < 5)
-    assert loader.asked == [0, 1, 2, 3, 4]
+    assert loader.asked == [0, 1, 2, 3, 4, 5], "the next batch is made while the device works"
     assert trainer.progress.step == 5
     trainer.run(lambda facts: True)  # goes on where it was
-    assert loader.asked == list(range(STEPS))
+    assert loader.asked == list(range(STEPS)), "each batch once"
+
+
+def test_a_run_that_is_set_to_another_step_takes_that_ones_batch():
+    trainer, loader = make_trainer(Net(), OptimConfig())
+    trainer.train_step()
+    trainer.progress.step = 7
+    facts = trainer.train_step()
+    assert loader.asked == [0, 1, 7, 8]
+    assert facts.step == 8
 
 
 def test_the_kept_model_is_the_running_average_of_the_weights():

@@ -17,6 +17,9 @@ Update = Callable[..., None]
 
 BUCKET = 32 << 20  # numbers whose update takes a device longer than the host needs to launch the next one
 ALONE = 2 << 20  # from so many numbers on a parameter is updated by itself: joining gradients is a pass over them
+# Of a row that the update sees, where numbers make whole ones: a compiler that knows a row's length, however many there are,
+# reads and writes 16 bytes at a time. Of unknown lengths it took one number after another: 25 ms for 1.7 billion, H200.
+ROW = 128
 
 
 def join(upper: Tensor, rest: Tensor) -> Tensor:
@@ -32,10 +35,10 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update(upper: Tensor, rest: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Tensor) -> None:
-    """One AdamW step of flat tensors, in place (Loshchilov and Hutter, 2019).
+    """One AdamW step of tensors of one shape, in place (Loshchilov and Hutter, 2019).
 
     numbers: fp32 [8] on the device: learning rate, weight decay, beta1, beta2, eps, the two bias corrections 1 − betaᵗ, and
-    what the gradient is multiplied by.
+    what the gradient is multiplied by; where that is not finite, nothing changes.
     """
     rate, decay, beta1, beta2, eps, correct1, correct2, scale = numbers.unbind()
     slope = gradient.float() * scale
@@ -43,10 +46,9 @@ def update(upper: Tensor, rest: Tensor, gradient: Tensor, first: Tensor, second:
     square = second * beta2 + slope * slope * (1 - beta2)
     value = join(upper, rest) * (1 - rate * decay) - rate / correct1 * mean / ((square / correct2).sqrt() + eps)
     new_upper, new_rest = split(value)
-    upper.copy_(new_upper)
-    rest.copy_(new_rest)
-    first.copy_(mean)
-    second.copy_(square)
+    is_sound = torch.isfinite(scale)
+    for old, new in ((upper, new_upper), (rest, new_rest), (first, mean), (second, square)):
+        old.copy_(torch.where(is_sound, new.to(old.dtype), old))
 
 
 class Bucket:
@@ -69,6 +71,11 @@ class Bucket:
         parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in self.parameters]
         return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
 
+    def rows(self) -> tuple[Tensor, ...]:
+        """What `update` takes before its numbers: weights, rests, gradient and moments, in rows where they make whole ones."""
+        flat = self.upper, self.rest, self.gradient(), self.first, self.second
+        return flat if len(self.upper) % ROW else tuple(part.view(-1, ROW) for part in flat)
+
     def state(self) -> dict[str, Tensor]:
         return {"rest": self.rest, "first": self.first, "second": self.second}
 
@@ -77,7 +84,8 @@ class MasterAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` over bf16 parameters with fp32 masters.
 
     step_function: what updates one bucket: `update`, or a compiled form of it. gradient_scale: what the next step multiplies
-    gradients by, for clipping without a pass of its own.
+    gradients by, for clipping without a pass of its own; a tensor on their device makes nobody wait. A step whose scale is not
+    finite changes nothing.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class MasterAdamW(torch.optim.Optimizer):
         step_function: Update = update,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.gradient_scale = 1.0
+        self.gradient_scale: float | Tensor = 1.0
         self._update = step_function
         self._steps = 0
         self._buckets = [
@@ -105,7 +113,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._steps += 1
         numbers = {index: self._numbers(group) for index, group in enumerate(self.param_groups) if group["params"]}
         for one in self._buckets:
-            self._update(one.upper, one.rest, one.gradient(), one.first, one.second, numbers[one.group])
+            self._update(*one.rows(), numbers[one.group])
         self.gradient_scale = 1.0
 
     def masters(self) -> dict[Tensor, Tensor]:
@@ -130,8 +138,12 @@ class MasterAdamW(torch.optim.Optimizer):
     def _numbers(self, group: dict[str, Any]) -> Tensor:
         beta1, beta2 = group["betas"]
         corrections = (1 - beta1**self._steps, 1 - beta2**self._steps)
-        values = [group["lr"], group["weight_decay"], beta1, beta2, group["eps"], *corrections, self.gradient_scale]
-        return torch.tensor(values, device=group["params"][0].device)
+        values = torch.tensor([group["lr"], group["weight_decay"], beta1, beta2, group["eps"], *corrections])
+        device = group["params"][0].device
+        # From pageable memory the host would wait here until the backward pass is done.
+        pinned = values if device.type == "cpu" else values.pin_memory()
+        scale = torch.as_tensor(self.gradient_scale, dtype=torch.float32).reshape(1).to(device)
+        return torch.cat([pinned.to(device, non_blocking=True), scale])
 
 
 def in_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

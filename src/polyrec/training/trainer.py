@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
+from ..data.packing import PackedBatch
 from ..models.spec import Decoder
 from .master import MasterAdamW, update
 from .objective import Objective
@@ -71,6 +72,7 @@ class Trainer:
         self._objective = objective
         self._config = config
         self._steps = steps
+        self._next: tuple[int, PackedBatch] | None = None  # the batch of a step to come
 
     @property
     def result(self) -> Decoder:
@@ -78,10 +80,10 @@ class Trainer:
         return self.model if self.averaged is None else cast(Decoder, self.averaged.module)
 
     def train_step(self) -> StepFacts:
-        """Batch, forward, backward, clip, update, average."""
+        """Batch, forward, backward, clip, update, average. The host waits for the device once, when all of it is queued."""
         started = time.perf_counter()
         step = self.progress.step
-        batch = self._loader.batch(step)
+        batch = self._take_batch(step)
         rate = self._set_rate(step)
         self.optimizer.zero_grad(set_to_none=True)  # before the forward pass: its peak needs the last gradients' memory
         loss = self._objective(self.model, batch)
@@ -90,11 +92,16 @@ class Trainer:
         self.optimizer.step()
         if self.averaged is not None:
             self.averaged.update_parameters(self._exact())
+        if step + 1 < self._steps:
+            self._next = (step + 1, self._loader.batch(step + 1))  # while the device works
+        mean, length, *by_level = torch.stack(
+            [loss.mean.detach().float(), norm.float(), *loss.by_level.float()]
+        ).tolist()
+        self._check_norm(step, length, mean, rate)
         seconds = time.perf_counter() - started
         self.progress.step += 1
         self.progress.seconds += seconds
-        by_level = tuple(loss.by_level.tolist())
-        return StepFacts(step + 1, loss.mean.item(), by_level, norm, rate, len(batch.token_ids), seconds)
+        return StepFacts(step + 1, mean, tuple(by_level), length, rate, len(batch.token_ids), seconds)
 
     def run(self, on_step: Callable[[StepFacts], bool]) -> None:
         """Steps until the last one, or until `on_step` returns False."""
@@ -116,21 +123,32 @@ class Trainer:
             group["lr"] = rate
         return rate
 
-    def _clip(self, step: int, loss: torch.Tensor, rate: float) -> float:
-        """Clips the gradient; a norm that is not finite stops the run before it can spoil the weights."""
+    def _take_batch(self, step: int) -> PackedBatch:
+        ready, self._next = self._next, None
+        return ready[1] if ready is not None and ready[0] == step else self._loader.batch(step)
+
+    def _clip(self, step: int, loss: torch.Tensor, rate: float) -> torch.Tensor:
+        """Clips the gradient, and returns its norm. One that is not finite does not spoil the weights: a step with masters then
+        changes none, and `_check_norm` stops the run after it, any other before it."""
+        most = self._config.clip_norm
         if isinstance(self.optimizer, MasterAdamW):
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
-            self.optimizer.gradient_scale = min(1.0, self._config.clip_norm / (norm + 1e-6))  # as torch's own clipping
-        else:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm))
+            norm = torch.nn.utils.get_total_norm(gradients).float()
+            scale = (most / (norm + 1e-6)).clamp_max(1.0)  # as torch's own clipping
+            self.optimizer.gradient_scale = torch.where(norm.isfinite(), scale, norm)
+            return norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        self._check_norm(step, float(norm), float(loss.detach()), rate)
+        return norm
+
+    @staticmethod
+    def _check_norm(step: int, norm: float, loss: float, rate: float) -> None:
         if not math.isfinite(norm):
             raise TrainingError(
                 "gradient_not_finite",
-                f"Step {step + 1}: the gradient's norm is {norm}, the loss {loss.item():.4f}, the learning rate {rate:.2e}.",
+                f"Step {step + 1}: the gradient's norm is {norm}, the loss {loss:.4f}, the learning rate {rate:.2e}.",
                 "Lower optim.learning_rate or optim.clip_norm; the last checkpoint is from before this step.",
             )
-        return norm
 
 
 def average_of(model: Decoder, decay: float) -> AveragedModel:
@@ -155,6 +173,6 @@ def make_optimizer(model: torch.nn.Module, config: OptimConfig, *, compiled: boo
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     rate, betas = config.learning_rate, (config.beta1, config.beta2)
     if matrices[0].dtype == torch.bfloat16:
-        step = torch.compile(update, dynamic=True) if compiled else update
+        step = torch.compile(update) if compiled else update
         return MasterAdamW(groups, lr=rate, betas=betas, step_function=step)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True if compiled else None)
