@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
@@ -289,6 +289,54 @@ def test_a_search_past_its_deadline_is_not_run(held):
     assert len(running.result(WAIT_S).leaves) == len(kept.result(WAIT_S).leaves) == 3
     assert loop.drain(WAIT_S)
     assert (loop.stats["requests"], loop.stats["expired"]) == (2, 1)
+
+
+class Brings:
+    """Searches that come from outside."""
+
+    def __init__(self, loop):
+        self.loop, self.told = loop, []
+        self.searches, self.woken, self.waits = [], threading.Event(), threading.Event()
+
+    def wait(self, seconds, is_work_here, was_alone):
+        self.told.append(("wait", was_alone))
+        self.waits.set()
+        if not is_work_here():
+            self.woken.wait(WAIT_S)
+            self.woken.clear()
+            while self.searches:
+                self.told.append(self.loop.search(self.searches.pop()))
+
+    def leave(self):
+        self.told.append("leave")
+
+    def wake(self):
+        self.woken.set()
+
+    def answered(self):
+        self.told.append("answered")
+
+
+def test_an_idle_loop_waits_for_searches_from_outside(recommender):
+    loop = EngineLoop(recommender)
+    outside = Brings(loop)
+    loop.attend(outside)
+    loop.start()
+    assert outside.waits.wait(WAIT_S)
+    outside.searches = [recommender.prepare(ask(row)).search for row in (1, 2)]
+    outside.wake()
+    assert len(loop.submit(ask(3)).result(WAIT_S).items) == 3  # from inside: heard at once
+    assert loop.call(threading.get_ident).result(WAIT_S) != threading.get_ident()
+    loop.attend(None)
+    outside.wake()
+    assert len(loop.submit(ask(4)).result(WAIT_S).items) == 3
+    loop.attend(outside)
+    assert loop.drain(WAIT_S)
+    futures = [told for told in outside.told if isinstance(told, Future)]
+    assert [len(future.result(0).leaves) for future in futures] == [3, 3]
+    assert outside.told[0] == ("wait", False)
+    assert outside.told.count("answered") >= 1
+    assert outside.told[-1] == "leave"
 
 
 def test_answers_are_built_in_the_thread_that_asks(recommender):

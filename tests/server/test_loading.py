@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from polyrec.core.errors import ConfigError
 from polyrec.kvcache.options import KVConfig
 from polyrec.kvcache.sizing import KVSize
+from polyrec.server import loading
 from polyrec.server.loading import served_kv, tell_memory
 from polyrec.server.logs import LOGGER, JsonFormatter
+from polyrec.server.settings import ServerSettings
 
 
 def backend(own_memory: bool) -> SimpleNamespace:
@@ -41,6 +44,32 @@ def test_a_host_cache_that_nothing_would_use_is_refused(own_memory: bool, prefix
     assert caught.value.code == "host_cache_unused"
     served_kv(KVConfig(prefix_cache=prefix_cache), backend(own_memory))
     assert served_kv(KVConfig(host_cache_gib=1), backend(True)).host_cache_gib == 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("6400000 100000", 16), (None, 16)],
+)
+def test_a_container_has_as_many_cores_as_it_may_use_the_time_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
+) -> None:
+    monkeypatch.setattr(loading.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.setattr(loading, "_CPU_MAX", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert loading.num_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("own_memory", "cores", "workers", "may"),
+    [(True, 16, 4, True), (True, 15, 4, False), (True, 4, 1, True), (False, 16, 2, False)],
+)
+def test_workers_stay_awake_where_three_of_four_cores_are_left(
+    monkeypatch: pytest.MonkeyPatch, own_memory: bool, cores: int, workers: int, may: bool
+) -> None:
+    monkeypatch.setattr(loading, "num_cores", lambda: cores)
+    monkeypatch.setattr("polyrec.hardware.get_hardware_backend", lambda config: backend(own_memory))
+    assert loading.may_stay_awake(ServerSettings(), workers) is may
 
 
 @pytest.mark.parametrize(

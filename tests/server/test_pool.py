@@ -10,6 +10,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -182,6 +183,41 @@ def test_only_answers_that_refuse_tell_how_things_stand() -> None:
     assert [[number for number, _ in answers.results] for answers in sent] == [[0], [1, 2]]
     assert sent[0].status is None
     assert isinstance(sent[1].status, Status)
+
+
+@pytest.mark.parametrize("num", [1, 4, 5])
+def test_few_answers_are_sent_by_the_engine_s_thread(num: int) -> None:
+    """Many by the event loop's: the next batch waits for the engine's. Together, all of them, and once."""
+    sent: list[tuple[int, list[int]]] = []
+
+    async def run() -> None:
+        pool = WorkerPool(1, None, None, ServerState("model"), print)  # type: ignore[arg-type]
+        pool._loop = asyncio.get_running_loop()
+        peer = Peer()
+        peer.channel = SimpleNamespace(  # type: ignore[assignment]
+            send=lambda answers: sent.append((threading.get_ident(), [number for number, _ in answers.results]))
+        )
+        futures: list[Future[str]] = [Future() for _ in range(num)]
+        for number, future in enumerate(futures):
+            peer.asked[number] = future
+            future.add_done_callback(functools.partial(pool._found, peer, number))
+
+        def engine() -> None:
+            pool._engine_thread = threading.get_ident()
+            for future in futures:
+                future.set_result("found")
+            assert not sent
+            pool.answered()
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        while not sent or thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert [number for _, number in sent] == [[*range(num)]]
+        assert (sent[0][0] == thread.ident) == (num <= 4)
+        assert not peer.asked
+
+    run_loop(run())
 
 
 def test_without_uvloop_it_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

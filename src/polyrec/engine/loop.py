@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..core.errors import PolyrecError, RequestError
 from ..core.request import Recommendation, RecommendRequest
@@ -30,6 +30,22 @@ class Asked:
     deadline: float | None
 
 
+class Outside(Protocol):
+    """Who brings searches from outside the process. All but `wake` is called by the loop's own thread."""
+
+    def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
+        """Queues what comes until there is work, or for `seconds`. was_alone: the last batch was one request."""
+
+    def leave(self) -> None:
+        """The thread waits no more."""
+
+    def wake(self) -> None:
+        """There is work: ends a `wait`. From any thread."""
+
+    def answered(self) -> None:
+        """All futures of a batch are done."""
+
+
 class EngineLoop:
     """Batches what concurrent callers ask. max_queue: how many requests may wait; one more is refused with status 429."""
 
@@ -39,6 +55,8 @@ class EngineLoop:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._gate = threading.Lock()  # between a request that enters and the thread that leaves
+        self._outside: Outside | None = None
+        self._was_alone = False
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
         self._stats: dict[str, float] = dict.fromkeys(("requests", "cancelled", "expired", "batches", "replays"), 0)
         self._stats["busy_seconds"] = 0.0
@@ -63,6 +81,10 @@ class EngineLoop:
         """Counters since the start: requests, cancelled, expired, batches, replays (of graphs), busy_seconds, and the prefix
         cache's own; and how many pages are free, kept, used and on the host after the last batch."""
         return dict(self._stats)
+
+    def attend(self, outside: Outside | None) -> None:
+        """From now on its thread waits for searches there, while it idles; None: in its own queue."""
+        self._outside = outside
 
     def search(self, search: SearchRequest, deadline: float | None = None) -> Future[SearchResult]:
         """Queues a search. deadline: `time.monotonic` seconds; who still waits then gets RequestError `deadline_exceeded`.
@@ -91,12 +113,14 @@ class EngineLoop:
         with self._gate:
             self._refuse_stopped()
             self._calls.put((function, future))
+        self._wake()
         return future
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests, serves those that wait, and stops the thread; False when it is not done in time."""
         with self._gate:
             self._stopping.set()
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -115,6 +139,11 @@ class EngineLoop:
                 raise RequestError(
                     "queue_full", f"{self._queue.maxsize} requests are waiting already.", "Try again later.", status=429
                 ) from None
+        self._wake()
+
+    def _wake(self) -> None:
+        if (outside := self._outside) is not None:
+            outside.wake()
 
     def _refuse_stopped(self) -> None:
         if self._stopping.is_set() or not self._thread.is_alive():
@@ -126,6 +155,8 @@ class EngineLoop:
         finally:  # whoever came in until now is told; whoever comes later is refused
             with self._gate:
                 self._stopping.set()
+            if (outside := self._outside) is not None:
+                outside.leave()
             while not self._queue.empty():
                 future = self._queue.get_nowait().future
                 self._fail_unanswered([future] if future.set_running_or_notify_cancel() else [])
@@ -136,8 +167,19 @@ class EngineLoop:
     def _serve_all(self) -> None:
         while not (self._stopping.is_set() and self._queue.empty() and self._calls.empty()):
             self._run_calls()
-            if waiting := self._collect(_IDLE_WAIT_S):
+            if waiting := self._await_some():
                 self._run(waiting)
+
+    def _await_some(self) -> list[Asked]:
+        """Who waits, or comes soon."""
+        if (outside := self._outside) is None:
+            return self._collect(_IDLE_WAIT_S)
+        if self._queue.empty():
+            outside.wait(_IDLE_WAIT_S, self._is_work_here, self._was_alone)
+        return self._collect(None)
+
+    def _is_work_here(self) -> bool:
+        return not self._queue.empty() or not self._calls.empty() or self._stopping.is_set()
 
     def _run(self, waiting: list[Asked]) -> None:
         """Until nobody waits: gives the engine who is here, runs a batch, takes who came meanwhile."""
@@ -154,8 +196,11 @@ class EngineLoop:
                     self._run_calls()
                     started = time.perf_counter()
                     submit(waiting)
-                    if engine.step(lambda timeout: submit(self._collect(timeout))):
+                    if num_answered := engine.step(lambda timeout: submit(self._collect(timeout))):
                         self._stats["batches"] += 1
+                        self._was_alone = num_answered == 1
+                        if (outside := self._outside) is not None:
+                            outside.answered()
                     unanswered = {future for future in unanswered if not future.done()}
                     self._stats["replays"] = engine.num_replays
                     self._stats.update(self._memory_stats())

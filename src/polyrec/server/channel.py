@@ -121,6 +121,7 @@ class Channel(asyncio.Protocol):
         self._on_message, self._on_close = on_message, on_close
         self._received = bytearray()
         self._transport: asyncio.WriteTransport | None = None
+        self._end: socket.socket | None = None
         self._begun = self._lost = False
 
     @classmethod
@@ -128,6 +129,7 @@ class Channel(asyncio.Protocol):
         """A channel over one end of a socket pair, in the running event loop."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_unix_connection(lambda: cls(on_message, on_close), sock=end)
+        channel._end = end
         loop.call_soon(channel.begin)  # uvloop may have received something by now
         return channel
 
@@ -148,8 +150,12 @@ class Channel(asyncio.Protocol):
     def send(self, message: Any) -> None:
         """Never waits: what the other end does not take yet is kept. Without effect once the other end is gone."""
         if self._transport is not None and not self._transport.is_closing():
-            content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-            self._transport.write(len(content).to_bytes(_LENGTH, "little") + content)
+            content = packed(message)
+            # uvloop would send it when this turn of its own is over.
+            if self._end is not None and not self._transport.get_write_buffer_size():
+                content = content[sent_now(self._end, content) :]
+            if content:
+                self._transport.write(content)
 
     def close(self) -> None:
         """Ends the channel; what was sent before still arrives."""
@@ -171,17 +177,37 @@ class Channel(asyncio.Protocol):
             self._on_close()
 
     def _deliver(self) -> None:
-        received = self._received
-        place = 0
-        try:
-            while len(received) - place >= _LENGTH:
-                start = place + _LENGTH
-                end = start + int.from_bytes(received[place:start], "little")
-                if len(received) < end:
-                    break
-                place = end
-                with memoryview(received) as view:
-                    message = pickle.loads(view[start:end])
-                self._on_message(message)
-        finally:
-            del received[:place]
+        take_messages(self._received, self._on_message)
+
+
+def sent_now(end: socket.socket, content: bytes | bytearray) -> int:
+    """How many bytes the socket took; of a connection that is lost, which the reader will see too, all."""
+    try:
+        return end.send(content)
+    except (BlockingIOError, InterruptedError):
+        return 0
+    except ConnectionError:
+        return len(content)
+
+
+def packed(message: Any) -> bytes:
+    """As it is sent."""
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return len(content).to_bytes(_LENGTH, "little") + content
+
+
+def take_messages(received: bytearray, on_message: Callable[[Any], None]) -> None:
+    """Calls with each message that is whole, and takes it out; also with the one that on_message fails on."""
+    place = 0
+    try:
+        while len(received) - place >= _LENGTH:
+            start = place + _LENGTH
+            end = start + int.from_bytes(received[place:start], "little")
+            if len(received) < end:
+                break
+            place = end
+            with memoryview(received) as view:
+                message = pickle.loads(view[start:end])
+            on_message(message)
+    finally:
+        del received[:place]

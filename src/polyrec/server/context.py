@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
@@ -48,12 +49,14 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            seconds = time.perf_counter() - start
-            self._metrics.in_flight.dec()
-            self._metrics.observe(scope["path"], status, seconds)
-            if (code := state.get("code")) is not None:
-                self._metrics.errors.labels(code).inc()
-            self._log(scope, status, seconds)
+            self._metrics.note_later(functools.partial(self._note, scope, status, time.perf_counter() - start))
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        self._metrics.in_flight.dec()
+        self._metrics.observe(scope["path"], status, seconds)
+        if (code := scope["state"].get("code")) is not None:
+            self._metrics.errors.labels(code).inc()
+        self._log(scope, status, seconds)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO

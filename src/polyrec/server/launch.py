@@ -21,8 +21,9 @@ import uvicorn
 from ..core.errors import ConfigError
 from .app import create_app
 from .http import BACKLOG, run_loop, uvicorn_config
-from .loading import check_start, load_service, num_http_workers
+from .loading import check_start, load_service, may_stay_awake, num_http_workers
 from .logs import FIELDS, LOGGER, configure_logs
+from .metrics import ServerMetrics
 from .pool import WorkerPool
 from .profile import Profile
 from .settings import ServerSettings
@@ -33,25 +34,31 @@ Load = Callable[[Path, ServerSettings, ServerState], Service]
 
 
 def run_server(
-    folder: str | Path, settings: ServerSettings, load: Load = load_service, parts: LoadParts = load_parts
+    folder: str | Path,
+    settings: ServerSettings,
+    load: Load = load_service,
+    parts: LoadParts = load_parts,
+    stays_awake: bool | None = None,
 ) -> None:
     """Serves `folder` until SIGTERM or SIGINT, then lets the requests in flight finish, and returns.
 
     Standard output gets one JSON line when the port is open and one when requests are answered; logs go to standard
     error. Raises PolyrecError when the folder or the address cannot be used, and what loading raised. load, parts: what the
-    engine's process loads, and an HTTP worker.
+    engine's process loads, and an HTTP worker. stays_awake: whether workers may keep cores busy while they wait; None: by the
+    machine.
     """
     folder = Path(folder).resolve()
     num_workers = settings.http_workers or 0
     if load is load_service:
         check_start(folder, settings)
         num_workers = num_http_workers(settings)
+        stays_awake = may_stay_awake(settings, num_workers) if stays_awake is None else stays_awake
     state = ServerState(model_name=folder.name)
     with listen(settings.host, settings.port) as listener:
         configure_logs(settings.log_level)
         url = _url(settings.host, listener)
         if num_workers:
-            start = WorkerStart(folder, settings, state.created, os.getpid(), parts)
+            start = WorkerStart(folder, settings, state.created, os.getpid(), parts, bool(stays_awake))
             pool = WorkerPool(num_workers, start, listener, state, functools.partial(_tell, url))
             service = run_loop(pool.run(lambda: _load_for_good(load, folder, settings, state)))
         else:
@@ -76,12 +83,14 @@ def _serve_here(
     folder: Path, settings: ServerSettings, load: Load, state: ServerState, listener: socket.socket, url: str
 ) -> Service:
     """HTTP in this process's main thread."""
-    server = _Server(uvicorn_config(create_app(state, settings), settings), state)
+    metrics = ServerMetrics(state, settings.max_queue)
+    server = _Server(uvicorn_config(create_app(state, settings, metrics), settings), state)
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
         loading = loader.submit(_load_for_good, load, folder, settings, state)
         loading.add_done_callback(lambda done: _loaded(done, server, url))
         with _signals_end(server):
             server.run(sockets=[listener])
+            metrics.settle()
     # The executor was left, so loading has ended and its future holds a service or an error.
     return loading.result()
 

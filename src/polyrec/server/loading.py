@@ -28,6 +28,8 @@ NEEDED_FILES = ("config.json", "tokenizer.json", "catalog.parquet")
 # Of a device with a memory of its own, which has nothing else to do; the rest is for recorded graphs, what a prefill computes
 # with, and the libraries' own needs.
 MEMORY_FRACTION = 0.9
+CORES_A_WORKER = 4
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "max period"
 
 
 def check_start(folder: Path, settings: ServerSettings) -> None:
@@ -58,12 +60,25 @@ def num_http_workers(settings: ServerSettings) -> int:
 
     if not get_hardware_backend(settings.hardware).capabilities.async_copies:
         return 0
-    return min(num_cores() // 4, 4)
+    return min(num_cores() // CORES_A_WORKER, 4)
+
+
+def may_stay_awake(settings: ServerSettings, num_workers: int) -> bool:
+    """Whether workers may keep a core busy each while they wait: beside an accelerator, where three of four cores are left."""
+    from ..hardware import get_hardware_backend
+
+    beside_device = get_hardware_backend(settings.hardware).capabilities.async_copies
+    return beside_device and num_cores() >= CORES_A_WORKER * num_workers
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, or whose time its container may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_MAX.read_text(encoding="ascii").split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max": no limit
+        return cores
 
 
 class Stages:
@@ -120,7 +135,7 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     _answer_one(loop, recommender.catalog.item_ids[0])
     profile = _profile_of(loop, backend.runtime, settings.profile_dir)
     logging.getLogger(LOGGER).info("the engine is ready", extra={FIELDS: stages.seconds()})
-    return Service(loop, recommender.front, recommender.layout, chat, profile)
+    return Service(loop, recommender.front, recommender.layout, chat, profile, loop.attend)
 
 
 def served_kv(kv: KVConfig, backend: HardwareBackend) -> KVConfig:

@@ -1,7 +1,7 @@
 """The engine's process and its HTTP workers: starts them, carries their searches to the engine's loop, ends with them.
 
-All of it runs in the event loop of the main thread, but `_done`, which the engine's thread calls. A worker that ends by
-itself is replaced: the listening socket is open here too, so connections wait for the next one.
+All of it runs in the event loop of the main thread, but what searches need: that may run in the engine's thread as well. A
+worker that ends by itself is replaced: the listening socket is open here too, so connections wait for the next one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import signal
 import socket
+import threading
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from .channel import (
     Profile,
     Status,
 )
+from .lines import HAS_LINES, Line, Lines
 from .logs import FIELDS, LOGGER
 from .profile import Profile as OwnProfile
 from .state import DRAINING, READY, ServerState, Service
@@ -46,6 +48,7 @@ from .worker import WorkerStart, run_worker
 
 _WATCH_S = 0.05  # between two looks at the loading stage and at the engine's thread
 _COUNT_S = 2.0  # what a worker that does not answer counted before is shown
+_FEW = 4  # answers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -54,7 +57,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.process: BaseProcess | None = None
-        self.channel: Channel | None = None
+        self.channel: Channel | Line | None = None
         self.loaded = False
         self.has_facts = False
         self.error: Exception | None = None
@@ -64,6 +67,9 @@ class Peer:
     def send(self, message: Any) -> None:
         if self.channel is not None:
             self.channel.send(message)
+
+
+Done = Callable[[Peer, int, "Future[Any]"], None]
 
 
 class WorkerPool:
@@ -79,7 +85,11 @@ class WorkerPool:
         self._peers: list[Peer] = []
         self._service: Service | None = None
         self._last: Status | None = None
+        self._lines: Lines | None = None
         self._done_searches: deque[tuple[Peer, int, Future[Any]]] = deque()
+        self._sending = threading.Lock()
+        self._is_called = False
+        self._engine_thread: int | None = None
         self._counts: dict[int, tuple[Peer, int, set[Peer]]] = {}
         self._num_counts = 0
         self._gone: list[list[Metric]] = []  # of workers that ended
@@ -89,6 +99,8 @@ class WorkerPool:
         raised, and why a worker could not start."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        if HAS_LINES:
+            self._lines = Lines(self._loop, self._start.stays_awake)
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._signalled, number)
         loading = self._loop.run_in_executor(None, load)
@@ -104,6 +116,10 @@ class WorkerPool:
             for peer in [*self._peers]:
                 peer.send(Drain(now=True))
             await asyncio.gather(loading, return_exceptions=True)
+            if self._service is not None:
+                self._service.attend(None)
+            if self._lines is not None:
+                self._lines.close()
             for number in _SIGNALS:
                 self._loop.remove_signal_handler(number)
 
@@ -112,8 +128,9 @@ class WorkerPool:
             return
         own, its = socket.socketpair()
         peer = Peer()
-        peer.channel = await Channel.open(
-            own, functools.partial(self._take, peer), functools.partial(self._closed, peer)
+        take, closed = functools.partial(self._take, peer), functools.partial(self._closed, peer)
+        peer.channel = (
+            await Channel.open(own, take, closed) if self._lines is None else self._lines.open(own, take, closed)
         )
         if self._state.stage == DRAINING:  # meanwhile
             its.close()
@@ -138,14 +155,20 @@ class WorkerPool:
     # Messages of workers.
 
     def _take(self, peer: Peer, message: Any) -> None:
+        """In whichever thread."""
         match message:
             case Ask(number, search, deadline):
-                self._ask(peer, number, lambda service: service.loop.search(search, deadline))
+                self._ask(peer, number, lambda service: service.loop.search(search, deadline), self._found)
             case Cancel(number):
                 if (future := peer.asked.get(number)) is not None:
                     future.cancel()
+            case _:
+                self._loop.call_soon_threadsafe(self._take_other, peer, message)
+
+    def _take_other(self, peer: Peer, message: Any) -> None:
+        match message:
             case Profile(number, action):
-                self._ask(peer, number, lambda service: _profile(service, action))
+                self._ask(peer, number, lambda service: _profile(service, action), self._done)
             case AskMetrics(number):
                 self._count(peer, number)
             case Counted(number, families):
@@ -160,7 +183,7 @@ class WorkerPool:
             case Failed(error):
                 peer.error = error
 
-    def _ask(self, peer: Peer, number: int, call: Callable[[Service], Any]) -> None:
+    def _ask(self, peer: Peer, number: int, call: Callable[[Service], Any], done: Done) -> None:
         assert self._service is not None, "workers ask when they were told that all is ready"
         try:
             future = call(self._service)
@@ -168,28 +191,62 @@ class WorkerPool:
             peer.send(Answers([(number, error)], self._status()))
             return
         peer.asked[number] = future
-        future.add_done_callback(functools.partial(self._done, peer, number))
+        future.add_done_callback(functools.partial(done, peer, number))
+
+    def _found(self, peer: Peer, number: int, future: Future[Any]) -> None:
+        """A search is done, mostly in the engine's thread: a batch's answers are sent together, when `answered` is called."""
+        if threading.get_ident() != self._engine_thread or future.cancelled() or future.exception() is not None:
+            self._done(peer, number, future)
+        elif peer.channel is not None:
+            self._done_searches.append((peer, number, future))
 
     def _done(self, peer: Peer, number: int, future: Future[Any]) -> None:
-        """In the engine's thread: a batch's answers are sent together, by the event loop's thread."""
-        if peer.channel is None:
-            return
-        self._done_searches.append((peer, number, future))
-        if len(self._done_searches) == 1:
-            self._loop.call_soon_threadsafe(self._send_answers)
+        """Has the event loop's thread send what is done."""
+        if peer.channel is not None:
+            self._done_searches.append((peer, number, future))
+            if not self._is_called:
+                self._is_called = True
+                self._loop.call_soon_threadsafe(self._send_answers)
 
     def _send_answers(self) -> None:
+        """In whichever thread."""
+        self._is_called = False  # first: what is done from here on may not be sent below
         answers: dict[Peer, list[tuple[int, Any]]] = defaultdict(list)
-        while self._done_searches:
-            # The last one is taken out only when it is dealt with, so `_done` calls again for what comes after it.
-            peer, number, future = self._done_searches[0]
-            peer.asked.pop(number, None)
-            if not future.cancelled():
-                answers[peer].append((number, _result(future)))
-            self._done_searches.popleft()
+        with self._sending:
+            while self._done_searches:
+                peer, number, future = self._done_searches.popleft()
+                peer.asked.pop(number, None)
+                if not future.cancelled():
+                    answers[peer].append((number, _result(future)))
         for peer, results in answers.items():
             refused = any(isinstance(result, Exception) for _, result in results)
             peer.send(Answers(results, self._status() if refused else None))
+
+    # What the engine's loop calls, as `engine.loop.Outside`.
+
+    def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
+        """Takes workers' messages, in the engine's thread."""
+        assert self._lines is not None
+        self._engine_thread = threading.get_ident()
+        self._lines.wait(seconds, is_work_here, was_alone)
+
+    def leave(self) -> None:
+        """The event loop takes them again."""
+        assert self._lines is not None
+        self._lines.leave()
+
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        if self._lines is not None and threading.get_ident() != self._engine_thread:
+            self._lines.wake()
+
+    def answered(self) -> None:
+        """Sends a batch's answers: few at once, many by the event loop's thread, since the next batch wants this one."""
+        if len(self._done_searches) <= _FEW:
+            self._send_answers()
+        elif not self._is_called:
+            self._is_called = True
+            self._loop.call_soon_threadsafe(self._send_answers)
 
     # What workers have counted.
 
@@ -250,6 +307,8 @@ class WorkerPool:
             self._drain()
             return
         self._service = loading.result()
+        if self._lines is not None:
+            self._service.attend(self)
         self._open_if_ready()
 
     def _open_if_ready(self) -> None:
@@ -284,7 +343,7 @@ class WorkerPool:
         peer.channel = None
         if peer in self._peers:
             self._peers.remove(peer)
-        for future in peer.asked.values():
+        for future in [*peer.asked.values()]:
             future.cancel()
         for count in [*self._counts]:
             self._one_counted(peer, count)

@@ -12,13 +12,16 @@ from typing import Any, Literal
 from prometheus_client import Metric
 
 from ..core.errors import RequestError
+from .awake import ANSWER_S, NEXT_S, Awake
 from .channel import Answers, Ask, AskMetrics, Cancel, Channel, Profile, Status
 
 
 class RemoteLoop:
-    """`EngineLoop`'s surface. Used by the event loop's thread alone."""
+    """`EngineLoop`'s surface. Used by the event loop's thread alone. awake: what keeps that thread from sleeping while it waits
+    for one answer only; None: nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, awake: Awake | None = None) -> None:
+        self._awake = awake
         self.status = Status("starting", False, 0, {})
         self._channel: Channel | None = None
         self._numbers = itertools.count()
@@ -88,10 +91,14 @@ class RemoteLoop:
         self._asked[number] = future
         future.add_done_callback(functools.partial(self._forget, number))
         self._channel.send(message(number))
+        if self._awake is not None:  # of several, one finds the others' caches warm, and the core is wanted for work
+            self._awake.stay(ANSWER_S if len(self._asked) == 1 else 0.0)
         return future
 
     def _forget(self, number: int, future: asyncio.Future[Any]) -> None:
         del self._asked[number]
+        if self._awake is not None:
+            self._awake.stay(0.0 if self._asked else NEXT_S)
         if future.cancelled() and self._channel is not None:
             self._channel.send(Cancel(number))
 

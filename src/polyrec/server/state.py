@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,7 @@ from ..sid.layout import SidLayout
 
 if TYPE_CHECKING:
     from ..engine.front import Prepared
+    from ..engine.loop import Outside
     from ..engine.searches import SearchRequest, SearchResult
     from .chat import ChatPrompt
     from .profile import Profile
@@ -59,15 +60,21 @@ class Loop(Protocol):
         """Counters: requests, cancelled, expired, batches, prompt_tokens, busy_seconds."""
 
 
+def _nobody_to_tell(outside: Outside | None) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Service:
-    """A loaded model, ready to answer. profile: None where no profiles may be taken."""
+    """A loaded model, ready to answer. profile: None where no profiles may be taken. attend: tells the loop who brings it
+    searches from outside the process (None: nobody any more)."""
 
     loop: Loop
     front: Front
     layout: SidLayout
     chat: ChatPrompt
     profile: Profile | RemoteProfile | None = None
+    attend: Callable[[Outside | None], None] = _nobody_to_tell
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 
@@ -101,11 +101,32 @@ def client_left() -> RequestError:
 
 
 async def _within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """asyncio.wait_for, which before Python 3.12 starts a task."""
+    """asyncio.wait_for, which takes a timer, and before Python 3.12 a task, also for what need not wait, as most bodies."""
+    try:
+        begun = _Begun(coroutine, coroutine.send(None))
+    except StopIteration as ended:
+        return cast(T, ended.value)
     if sys.version_info >= (3, 11):
         async with asyncio.timeout(seconds):
-            return await coroutine
-    return await asyncio.wait_for(coroutine, seconds)
+            return cast(T, await begun)
+    return cast(T, await asyncio.wait_for(begun.ended(), seconds))
+
+
+class _Begun:
+    """A coroutine that waits for `first`; can be awaited."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], first: Any) -> None:
+        self._coroutine, self._first = coroutine, first
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        try:
+            yield self._first
+            return (yield from self._coroutine.__await__())
+        finally:
+            self._coroutine.close()
+
+    async def ended(self) -> Any:
+        return await self
 
 
 async def _receive_body(request: Request, limit: int) -> bytes:

@@ -18,6 +18,7 @@ import uvicorn
 from ..core.errors import PolyrecError
 from ..sid.layout import SidLayout
 from .app import create_app
+from .awake import Awake
 from .channel import Answers, Channel, Count, Counted, Drain, Facts, Failed, Loaded, Open, Status
 from .chat import ChatPrompt, load_template
 from .http import uvicorn_config
@@ -35,7 +36,8 @@ LoadParts = Callable[[Path, Any], Parts]
 class WorkerStart:
     """What a worker is told when it is started. created: when the server was; engine_pid: its process.
 
-    load_parts: (folder, facts) -> what stands around the engine.
+    load_parts: (folder, facts) -> what stands around the engine. stays_awake: whether it may keep a core busy while it waits
+    for a lone request's answer.
     """
 
     folder: Path
@@ -43,6 +45,7 @@ class WorkerStart:
     created: int
     engine_pid: int
     load_parts: LoadParts
+    stays_awake: bool = False
 
 
 def load_parts(folder: Path, facts: Any) -> Parts:
@@ -67,7 +70,7 @@ class Worker(uvicorn.Server):
     def __init__(self, end: socket.socket, start: WorkerStart) -> None:
         self._end, self._start = end, start
         self._state = ServerState(start.folder.name, created=start.created)
-        self._engine = RemoteLoop()
+        self._engine = RemoteLoop(Awake() if start.stays_awake else None)
         self._metrics = ServerMetrics(self._state, start.settings.max_queue, pid=start.engine_pid)
         self._metrics.counts_of_others = self._engine.counts_of_others
         self._service: Service | None = None
@@ -79,6 +82,7 @@ class Worker(uvicorn.Server):
         self._channel = await Channel.open(self._end, self._take, self._gone)
         self._engine.connect(self._channel)
         await super().serve(sockets)
+        self._metrics.settle()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to take connections."""
