@@ -5,7 +5,10 @@ as the real launches are, each of which lets the GIL go for a moment) and then s
 the thread sleeps. Everything else is the real server with 1.52 million items, asked by 32 clients in other processes that wait
 for each answer. Shapes are those of the protocol: 490 items and n 50, 60 and 50, 60 and 512.
 
-    python benchmarks/http_overhead.py           # three minutes; writes benchmarks/results/http_overhead.json
+Then one client alone: `added_ms` is what its median latency has beyond the stand-in's own time. With workers, that is told
+twice: asleep while they wait, as on a machine of few cores, and awake, as beside an accelerator with four cores a worker.
+
+    python benchmarks/http_overhead.py           # five minutes; writes benchmarks/results/http_overhead.json
     python benchmarks/http_overhead.py --quick   # a look; writes nothing
 
 `gil_ms` says how much the engine's thread is held up: the part of a launch in which it neither ran nor waited for a core (Linux
@@ -42,6 +45,7 @@ MAX_BATCH = 32
 # items, n, and what a batch of 32 takes on an H200 at the rate aimed at (140, 900 and 300 requests a second)
 SHAPES = ((490, 50, 228.0), (60, 50, 35.0), (60, 512, 107.0))
 NUM_ITEMS = 1_520_000
+LONE_SHAPES = ((490, 50, 10.0), (60, 50, 3.0), (200, 256, 6.0))  # and milliseconds of the device
 CODEBOOKS = (8192,) * 3
 
 
@@ -60,7 +64,7 @@ def main() -> None:
     seconds = 2.0 if args.quick else 5.0
     with tempfile.TemporaryDirectory() as name:
         folder = make_folder(Path(name))
-        result = {"origin": facts, "stages_us": stages(folder), "served": []}
+        result = {"origin": facts, "stages_us": stages(folder), "served": [], "lone": []}
         for stage in result["stages_us"]:
             print(stage)
         devices = {"h200": [True], "none": [False], "both": [True, False]}[args.device]
@@ -69,6 +73,11 @@ def main() -> None:
                 for with_device in devices:
                     row = measure(folder, workers, items, n, device_ms if with_device else 0.0, seconds)
                     result["served"].append(row)
+                    print(row)
+            for items, n, device_ms in LONE_SHAPES:
+                for awake in (False, True) if workers else (False,):
+                    row = measure(folder, workers, items, n, device_ms, seconds, clients=1, awake=awake)
+                    result["lone"].append(row)
                     print(row)
     if not args.quick:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -164,6 +173,7 @@ class StandIn:
         self.launch: list[float] = []
         self.gil: list[float] = []
         self.late: list[float] = []
+        self.batch: list[float] = []  # from a launch's begin to the device's end
         self._thread_times: int | None = None
         self.sizes: list[int] = []
 
@@ -206,6 +216,7 @@ class StandIn:
         self.gil.append(max(0.0, took - (self._on_core_or_queued() - before)))
         self.sizes.append(len(batch))
         self._free_at = max(self._free_at, time.perf_counter()) + self._device
+        self.batch.append(self._free_at - time.perf_counter() + took)
         return batch, self._free_at
 
     def _on_core_or_queued(self) -> float:
@@ -239,28 +250,38 @@ def serve(folder: Path, options: dict[str, Any]) -> None:
         seen.append(recommender.engine)
         return service
 
-    run_server(folder, ServerSettings.model_validate(options["settings"]), load=load)
+    settings = ServerSettings.model_validate(options["settings"])
+    run_server(folder, settings, load=load, stays_awake=options["awake"])
     Path(options["report"]).write_text(
-        json.dumps({name: getattr(seen[0], name) for name in ("launch", "gil", "late", "sizes")})
+        json.dumps({name: getattr(seen[0], name) for name in ("launch", "gil", "late", "batch", "sizes")})
     )
 
 
-def measure(folder: Path, workers: int, items: int, n: int, device_ms: float, seconds: float) -> dict[str, Any]:
+def measure(
+    folder: Path,
+    workers: int,
+    items: int,
+    n: int,
+    device_ms: float,
+    seconds: float,
+    clients: int = CLIENTS,
+    awake: bool = False,
+) -> dict[str, Any]:
     """One server, one load."""
     report = folder / "report.json"
     settings = {"port": 0, "max_batch": MAX_BATCH, "num_threads": 1, "hardware": {"hardware_platform": "cpu"}}
     if workers:
         settings["http_workers"] = workers
-    options = json.dumps({"device_ms": device_ms, "settings": settings, "report": str(report)})
+    options = json.dumps({"device_ms": device_ms, "settings": settings, "report": str(report), "awake": awake})
     command = [sys.executable, __file__, "--serve", str(folder), options]
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert server.stdout is not None
     url = json.loads(server.stdout.readline())["url"]
     assert json.loads(server.stdout.readline())["stage"] == "ready"
-    load(url, items, n, 0.5)  # warms up
+    load(url, items, n, 0.5, clients)  # warms up
     before = cpu_seconds(server.pid)
-    found = load(url, items, n, seconds)
+    found = load(url, items, n, seconds, clients)
     after = cpu_seconds(server.pid)
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
@@ -276,7 +297,10 @@ def measure(folder: Path, workers: int, items: int, n: int, device_ms: float, se
         "p99_ms": round(1000 * float(np.quantile(found, 0.99)), 2),
         "mean_batch": round(statistics.mean(told["sizes"]), 1),
     }
-    for name in ("launch", "gil", "late"):
+    if clients == 1:
+        own_ms = 1000 * statistics.median(told["batch"])
+        row |= {"stays_awake": awake, "engine_ms": round(own_ms, 2), "added_ms": round(row["p50_ms"] - own_ms, 2)}
+    for name in ("launch", "gil", "late") if clients > 1 else ():
         if told[name]:
             row[f"{name}_ms"] = {
                 "p50": round(1000 * float(np.quantile(told[name], 0.5)), 2),
@@ -307,11 +331,12 @@ def cpu_seconds(root: int) -> dict[int, float]:
 # Clients: as little work as can be, since on a small machine they share the server's cores.
 
 
-def load(url: str, items: int, n: int, seconds: float) -> list[float]:
-    """Latencies in seconds of the requests answered by CLIENTS that ask again at once."""
+def load(url: str, items: int, n: int, seconds: float, clients: int) -> list[float]:
+    """Latencies in seconds of the requests answered by clients that ask again at once."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(CLIENT_PROCESSES) as pool:
-        jobs = [(url, items, n, seconds, seed, CLIENTS // CLIENT_PROCESSES) for seed in range(CLIENT_PROCESSES)]
+    processes = min(CLIENT_PROCESSES, clients)
+    with context.Pool(processes) as pool:
+        jobs = [(url, items, n, seconds, seed, clients // processes) for seed in range(processes)]
         return [latency for part in pool.map(ask_all, jobs) for latency in part]
 
 
