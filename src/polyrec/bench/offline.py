@@ -15,6 +15,7 @@ from ..core.request import RecommendRequest
 from ..engine.engine import EngineConfig
 from ..engine.folder import read_folder
 from ..engine.front import Prepared
+from ..engine.graphs import graph_sizes
 from ..engine.recommender import Recommender
 from ..engine.searches import SearchResult
 from ..hardware.base.backend import HardwareBackend
@@ -37,7 +38,11 @@ def load(
         "max_tokens": max(case.load * target.tokens_of(case.items) for case in cases),
         "max_beams": max(case.load * case.n for case in cases),
     }
-    config = make_settings(EngineConfig, with_settings({"limits": limits, "model": options}, settings), "--set")
+    graphs = graph_sizes(
+        max(case.n for case in cases)
+    )  # a width of the next larger power of two might not fit the limits
+    values = {"limits": limits, "model": options, "graphs": graphs.model_dump()}
+    config = make_settings(EngineConfig, with_settings(values, settings), "--set")
     model = load_model(target.path, backend, options=config.model)
     return Recommender(model, read_folder(target.path), backend, config), model
 

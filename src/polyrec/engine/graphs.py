@@ -69,14 +69,12 @@ class BatchInputs:
     def __init__(
         self, places: int, num_tokens: int, max_prompt: int, page_size: int, runtime: Runtime, device: torch.device
     ) -> None:
-        columns = -(-max_prompt // page_size)
-        self._shape = (places, columns)
-        self._tokens_at = 3 * places + -(-places * columns // 2)  # two pages' numbers are as long as one other
-        self._numbers = torch.zeros(self._tokens_at + num_tokens, dtype=torch.int64, device=device)
-        (self.lengths, self.cached, self.widths), pages, self.token_ids = self._parts(self._numbers)
+        shape = places, -(-max_prompt // page_size), num_tokens
+        self._numbers = torch.zeros(tokens_at(*shape[:2]) + num_tokens, dtype=torch.int64, device=device)
+        (self.lengths, self.cached, self.widths), pages, self.token_ids = input_parts(self._numbers, *shape)
         self.table = PageTable(pages, page_size, max_prompt, self.cached)
         self._runtime = runtime
-        self._stages = [Stage(runtime, len(self._numbers)) for _ in range(2)]  # of the batch that runs, and of the next
+        self._stages = [Stage(runtime, *shape) for _ in range(2)]  # of the batch that runs, and of the next
         self._turn = 0
 
     def fill(self, batch: Batch, *, tokens: bool) -> None:
@@ -84,18 +82,7 @@ class BatchInputs:
         stage = self._stages[self._turn]
         self._turn = 1 - self._turn
         stage.copied.synchronize()
-        heads, pages, token_ids = (part.numpy() for part in self._parts(stage.numbers))
-        requests, columns = batch.table.pages.shape
-        heads[:, requests:] = 0
-        heads[0, :requests] = batch.lengths
-        heads[1, :requests] = 0 if batch.table.cached is None else batch.table.cached
-        heads[2, :requests] = batch.widths
-        pages[:] = 0
-        pages[:requests, :columns] = batch.table.pages
-        used = self._tokens_at
-        if tokens:
-            token_ids[: len(batch.token_ids)] = batch.token_ids
-            used += len(batch.token_ids)
+        used = stage.put(batch, tokens=tokens)
         self._numbers[:used].copy_(stage.numbers[:used], non_blocking=True)
         stage.copied.record(self._runtime.current_stream())
 
@@ -103,19 +90,48 @@ class BatchInputs:
         """For a recording: what it computes must reach no prompt's pages, and page 0 takes it."""
         self._numbers.zero_()
 
-    def _parts(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """int64 [3, places], int32 [places, pages of the longest prompt], int64 [tokens], where they lie among the numbers."""
-        places, columns = self._shape
-        heads, pages = numbers[: 3 * places], numbers[3 * places : self._tokens_at].view(torch.int32)
-        return heads.view(3, places), pages[: places * columns].view(places, columns), numbers[self._tokens_at :]
-
 
 class Stage:
-    """Host memory that a batch's inputs are put together in. copied: passed when the device has them."""
+    """Host memory that a batch's inputs are put together in. copied: passed when the device has them.
 
-    def __init__(self, runtime: Runtime, size: int) -> None:
-        self.numbers = runtime.pin(torch.zeros(size, dtype=torch.int64))
+    Each of torch's calls is 5 to 10 us of a lone request on a slow host; NumPy's views are made once.
+    """
+
+    def __init__(self, runtime: Runtime, places: int, columns: int, num_tokens: int) -> None:
+        self._tokens_at = tokens_at(places, columns)
+        self.numbers = runtime.pin(torch.zeros(self._tokens_at + num_tokens, dtype=torch.int64))
         self.copied = runtime.event()
+        parts = input_parts(self.numbers, places, columns, num_tokens)
+        self._heads, self._pages, self._token_ids = (part.numpy() for part in parts)
+
+    def put(self, batch: Batch, *, tokens: bool) -> int:
+        """Returns how many of the numbers are the batch's."""
+        pages = batch.table.pages.numpy()
+        requests, columns = pages.shape
+        heads = self._heads
+        heads[:, requests:] = 0
+        heads[0, :requests] = batch.lengths.numpy()
+        heads[1, :requests] = 0 if batch.table.cached is None else batch.table.cached.numpy()
+        heads[2, :requests] = batch.widths.numpy()
+        self._pages[:] = 0
+        self._pages[:requests, :columns] = pages
+        if not tokens:
+            return self._tokens_at
+        token_ids = batch.token_ids.numpy()
+        self._token_ids[: len(token_ids)] = token_ids
+        return self._tokens_at + len(token_ids)
+
+
+def tokens_at(places: int, columns: int) -> int:
+    """Where token ids begin among a batch's numbers: behind three a place, and its pages, two of which take one's room."""
+    return 3 * places + -(-places * columns // 2)
+
+
+def input_parts(numbers: Tensor, places: int, columns: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int64 [3, places], int32 [places, columns] and int64 [num_tokens], where they lie among the numbers."""
+    at = tokens_at(places, columns)
+    pages = numbers[3 * places : at].view(torch.int32)[: places * columns]
+    return numbers[: 3 * places].view(3, places), pages.view(places, columns), numbers[at : at + num_tokens]
 
 
 @dataclass(frozen=True)
