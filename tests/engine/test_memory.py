@@ -15,6 +15,7 @@ from reference import random_items, tiny_model
 
 from polyrec.attention.sdpa import SdpaAttention
 from polyrec.core.errors import PolyrecError
+from polyrec.engine import search as engine_search
 from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
 from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
 from polyrec.engine.scheduler import BatchLimits
@@ -216,6 +217,26 @@ def test_what_the_host_plans_of_a_recorded_search_is_renewed_for_each_batch(part
     assert told[5:] == [(1, 4, [1], [0]), "prefill", (1, 4, [46], [3])]
     engine.run([request(np.append(tokens, 3), width=8) for tokens in (*first, second[0])])
     assert told[8:] == [(4, 8, [1] * 4, [0] * 4), "prefill", (4, 8, [21, 22, 32], [2, 2, 2, 0])]
+
+
+def test_a_recorded_prefill_is_split_behind_its_first_layers_and_a_search_is_not(parts, monkeypatch):
+    """Once, before the next layer attends; and nothing else comes of it."""
+    model, _, backend = parts
+    told, rng = [], np.random.default_rng(4)
+    prompts = [rng.integers(0, LAYOUT.begin, length) for length in (30, 19)]
+    expected = make_engine(parts, recorded=True).run([request(tokens) for tokens in prompts])
+    monkeypatch.setattr(engine_search, "FIRST_LAYERS", 1)
+    monkeypatch.setattr(type(backend.graph), "split", lambda self: told.append("split"))
+    run_written = RealPlan.run_written
+    monkeypatch.setattr(
+        RealPlan, "run_written", lambda self, layer, *rows: told.append(layer) or run_written(self, layer, *rows)
+    )
+    found = make_engine(parts, recorded=True).run([request(tokens) for tokens in prompts])
+    assert told == [0, "split", *range(1, model.config.num_hidden_layers)]
+    assert model.config.num_hidden_layers > 1
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.leaves, other.leaves)
+        np.testing.assert_array_equal(one.scores, other.scores)
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ class GraphRunner:
 
         def run() -> Tensor:  # the layout is made anew: what it derives from lengths belongs to the recording
             layout = PackedLayout(inputs.lengths, tokens, tokens, table=table, host_plan=host_plan)
-            return self._searcher.prefill(Prompts(inputs.token_ids[:tokens], layout))
+            return self._searcher.prefill(Prompts(inputs.token_ids[:tokens], layout), self._backend.graph.split)
 
         return RecordedPrefill(self._backend.graph.capture(run, self._memory_pool), host_plan)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.layout import packed_layout
-from ..hardware.base.attention import AttentionBackend, AttentionPlan, PackedLayout
+from ..hardware.base.attention import AttentionBackend, AttentionPlan, PackedLayout, WriteTarget
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.search import Beams, NodeFilter, TrieArrays
 from ..kvcache.pool import KVPool
@@ -18,6 +18,9 @@ from ..models.spec import Decoder
 from ..sid.layout import SidLayout
 from ..sid.trie import Trie
 from .batching import Batch
+
+# Of a prefill: they keep a device busy until the host has launched the others, some 0.3 ms on a slow host.
+FIRST_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,15 @@ class Searcher:
         self.pool = pool
 
     @torch.inference_mode()
-    def prefill(self, prompts: Prompts) -> Tensor:
-        """Last hidden state of each prompt [R, D]; keys and values stay in the pool, in the prompts' pages."""
+    def prefill(self, prompts: Prompts, after_first_layers: Callable[[], None] | None = None) -> Tensor:
+        """Last hidden state of each prompt [R, D]; keys and values stay in the pool, in the prompts' pages.
+
+        after_first_layers: called once the first FIRST_LAYERS layers are queued.
+        """
         layout = prompts.layout
         plan = self.attention.packed(layout, self.pool)
+        if after_first_layers is not None:
+            plan = Told(plan, after_first_layers)
         return self._model(prompts.token_ids, layout.positions, plan, layout.last)
 
     @torch.inference_mode()
@@ -115,6 +123,29 @@ class Searcher:
         return self._ops.search.beam_step(
             logits, normalizer, beams, self._trie, inputs.node_filter, inputs.widths, width
         )
+
+
+class Told(AttentionPlan):
+    """Another plan; `after_first_layers` is called before the first layer behind those attends."""
+
+    def __init__(self, plan: AttentionPlan, after_first_layers: Callable[[], None]) -> None:
+        self._plan = plan
+        self._after_first_layers = after_first_layers
+
+    def target(self, layer: int) -> WriteTarget | None:
+        return self._plan.target(layer)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._tell(layer)
+        return self._plan.run(layer, query, key, value)
+
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._tell(layer)
+        return self._plan.run_written(layer, query, key, value)
+
+    def _tell(self, layer: int) -> None:
+        if layer == FIRST_LAYERS:
+            self._after_first_layers()
 
 
 def follow(ancestors: Tensor, parent: Tensor, old_width: int) -> Tensor:

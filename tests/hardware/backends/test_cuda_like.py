@@ -146,6 +146,49 @@ def test_a_capture_warms_up_records_and_leaves_the_generator(module):
     assert len(calls) == 4
 
 
+def test_a_capture_in_pieces_replays_and_closes_all_of_them(module):
+    graph = CudaLikeGraph(module=module, warm_ups=1)
+
+    def function():
+        for _ in range(2):
+            module.calls.append(("work", (), {}))
+            graph.split()
+        return 5
+
+    captured = graph.capture(function, pool="pool")
+    names = module.names()
+    piece = ["graph.capture_begin", "work", "graph.capture_end"]
+    begin = names.index("graph.capture_begin")
+    assert names[:begin].count("work") == 2, "a warm-up is not split"
+    kept = [name for name in names[begin:] if name in ("work", "graph.capture_begin", "graph.capture_end")]
+    assert kept == [*piece, *piece, "graph.capture_begin", "graph.capture_end"]
+    assert module.calls.count(("graph.capture_begin", ("pool",), {})) == 3
+    assert captured.replay() == 5
+    assert module.names()[-3:] == ["graph.replay"] * 3
+    captured.close()
+    assert module.names()[-3:] == ["graph.reset"] * 3
+    graph.split()
+    assert module.names()[-1] == "graph.reset", "outside a capture nothing is split"
+
+
+def test_a_piece_that_fails_takes_those_before_it_along(module):
+    graph = CudaLikeGraph(module=module, warm_ups=0, max_graphs=1)
+
+    def function():
+        graph.split()
+        raise ValueError("in the second piece")
+
+    with pytest.raises(HardwareError, match="in the second piece"):
+        graph.capture(function)
+    names = module.names()
+    assert names.count("graph.capture_begin") == names.count("graph.capture_end") == 3  # the last mends the generator
+    assert names.count("graph.reset") == 2, "the first piece, and the mending one"
+    assert graph.budget() == 1
+    module.calls.clear()
+    graph.capture(lambda: None).replay()
+    assert module.names().count("graph.capture_begin") == 1
+
+
 def test_all_captures_record_on_one_stream(module):
     """The allocator shares a pool's memory within one stream only."""
     graph = CudaLikeGraph(module=module)

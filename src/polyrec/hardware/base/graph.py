@@ -45,6 +45,10 @@ class Graph(ABC):
         Errors: `graph_budget_exhausted`; `graph_capture_failed`, which names the function and keeps the cause.
         """
 
+    def split(self) -> None:  # noqa: B027 (most platforms gain nothing)
+        """In a function while it is captured: what came until now is launched apart, so that the device begins with it while
+        the host still launches the rest. Elsewhere without effect."""
+
     @abstractmethod
     def budget(self) -> int | None:
         """How many graphs may still be captured; None when nothing limits them."""

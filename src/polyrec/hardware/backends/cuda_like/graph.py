@@ -20,26 +20,30 @@ from ...base.runtime import Runtime
 
 
 class CudaLikeCapturedGraph(CapturedGraph):
-    """A recorded function. It keeps the function, and so the buffers that the function holds, alive."""
+    """A recorded function, in one or more pieces. It keeps the function, and so the buffers that the function holds, alive."""
 
-    def __init__(self, graph: Any, function: Callable[[], Any], result: Any, on_close: Callable[[], None]) -> None:
-        self._graph = graph
+    def __init__(
+        self, pieces: list[Any], function: Callable[[], Any], result: Any, on_close: Callable[[], None]
+    ) -> None:
+        self._pieces = pieces
         self._function: Callable[[], Any] | None = function
         self._result = result
         self._on_close = on_close
 
     def replay(self) -> Any:
-        assert self._graph is not None, "a closed graph is not replayed"
-        self._graph.replay()
+        assert self._pieces, "a closed graph is not replayed"
+        for piece in self._pieces:
+            piece.replay()
         return self._result
 
     def update(self, states: States) -> None:
         """Nothing to do: lengths and tables are device data, which the recorded kernels read anew."""
 
     def close(self) -> None:
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = self._function = self._result = None
+        if self._pieces:
+            for piece in self._pieces:
+                piece.reset()
+            self._pieces, self._function, self._result = [], None, None
             self._on_close()
 
 
@@ -68,6 +72,8 @@ class CudaLikeGraph(Graph):
         self._live = 0
         self._device_type = "cuda" if runtime is None else runtime.device.type
         self._broken: list[Any] = []
+        self._pieces: list[Any] = []  # of the capture that is under way, and the pool of it
+        self._pool: object | None = None
         self._side: Any = None  # one for all captures: the allocator shares a pool's memory only within one stream
 
     def new_pool(self) -> object | None:
@@ -95,12 +101,12 @@ class CudaLikeGraph(Graph):
             try:
                 module.set_stream(self._side)
                 self._warm_up(function)
-                graph, result = self._record(function, pool, name)
+                pieces, result = self._record(function, pool, name)
             finally:
                 module.set_stream(before)
             before.wait_stream(self._side)
         self._live += 1
-        return CudaLikeCapturedGraph(graph, function, result, self._free_place)
+        return CudaLikeCapturedGraph(pieces, function, result, self._free_place)
 
     def _warm_up(self, function: Callable[[], Any]) -> None:
         """Calls the function and takes back what it drew, so that capturing changes no later draw."""
@@ -109,27 +115,38 @@ class CudaLikeGraph(Graph):
             function()
         self._module.set_rng_state(state)
 
-    def _record(self, function: Callable[[], Any], pool: object | None, name: str) -> tuple[Any, Any]:
+    def split(self) -> None:
+        if self._pieces:
+            self._pieces[-1].capture_end()
+            self._begin_piece()
+
+    def _begin_piece(self) -> None:
+        graph = getattr(self._module, self._graph_class)()
+        graph.capture_begin(self._pool)
+        self._pieces.append(graph)
+
+    def _record(self, function: Callable[[], Any], pool: object | None, name: str) -> tuple[list[Any], Any]:
+        """-> the pieces, in order, and the function's result."""
         module = self._module
-        pool = self.new_pool() if pool is None else pool
+        self._pool = self.new_pool() if pool is None else pool
         module.synchronize()
-        graph = getattr(module, self._graph_class)()
         collects = gc.isenabled()
         gc.disable()  # a tensor or graph in a cycle would free memory in the middle of the capture
         try:
-            graph.capture_begin(pool)
+            self._begin_piece()
+            pieces = self._pieces
             try:
                 result = function()
             # Ctrl-C too must end the capture, or the process cannot use the device again; it goes on.
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture is broken already, by the error that goes on
-                    graph.capture_end()
-                self._repair(graph, pool)
+                    pieces[-1].capture_end()
+                self._repair(pieces)
                 raise
             try:
-                graph.capture_end()
+                pieces[-1].capture_end()
             except RuntimeError:
-                self._repair(graph, pool)
+                self._repair(pieces)
                 raise
         except Exception as error:
             raise HardwareError(
@@ -139,22 +156,25 @@ class CudaLikeGraph(Graph):
                 " branches on a tensor's value.",
             ) from error
         finally:
+            self._pieces = []
             if collects:
                 gc.enable()
-        return graph, result
+        return pieces, result
 
-    def _repair(self, graph: Any, pool: object) -> None:
+    def _repair(self, pieces: list[Any]) -> None:
         """Undoes what a broken capture leaves behind in torch; most of it until 2.12 or 2.13 (pytorch 180395, 190348).
 
         The allocator still counts a capture, and then gives nothing back to the device; and the generator refuses every
         eager draw. A whole capture, of nothing, frees the generator. (A fresh state would too, but part it from the graphs
         that are captured already.) The scratch memory of the broken capture itself may stay reserved in such a torch.
         """
+        for piece in pieces[:-1]:
+            piece.reset()
         end_pool = getattr(torch._C, f"_{self._device_type}_endAllocateToPool", None)
         if end_pool is not None:
             with contextlib.suppress(RuntimeError):  # that this pool has ended: a torch that is mended
-                end_pool(self._module.current_device(), pool)
-                self._broken.append(graph)  # torch's allocator of pinned memory may still refer to it
+                end_pool(self._module.current_device(), self._pool)
+                self._broken.append(pieces[-1])  # torch's allocator of pinned memory may still refer to it
         empty = getattr(self._module, self._graph_class)()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is empty
