@@ -144,6 +144,8 @@ def test_a_capture_warms_up_records_and_leaves_the_generator(module):
     captured.replay()
     assert module.names()[-1] == "graph.replay"
     assert len(calls) == 4
+    graph.capture(lambda: calls.append(2))
+    assert calls[4:] == [2, 2], "one warm-up from now on"
 
 
 def test_a_capture_in_pieces_replays_and_closes_all_of_them(module):

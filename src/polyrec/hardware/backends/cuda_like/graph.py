@@ -51,8 +51,8 @@ class CudaLikeGraph(Graph):
     """Records work on a side stream after warming up.
 
     runtime: whose device; None: the thread's current device. module: None is torch.cuda. graph_class: its name there.
-    max_graphs: the budget, None for no limit. warm_ups: calls before the capture; libraries allocate work space and choose
-    kernels in the first ones.
+    max_graphs: the budget, None for no limit. warm_ups: calls before the first capture, in which libraries
+    allocate work space and choose kernels; before a later one a single call does, which compiles and loads what is new.
     """
 
     def __init__(
@@ -96,11 +96,12 @@ class CudaLikeGraph(Graph):
         device = None if self._runtime is None else self._runtime.device
         with module.device(device):
             before = module.current_stream()
+            warm_ups = self._warm_ups if self._side is None else min(self._warm_ups, 1)
             self._side = self._side or module.Stream()
             self._side.wait_stream(before)
             try:
                 module.set_stream(self._side)
-                self._warm_up(function)
+                self._warm_up(function, warm_ups)
                 pieces, result = self._record(function, pool, name)
             finally:
                 module.set_stream(before)
@@ -108,10 +109,10 @@ class CudaLikeGraph(Graph):
         self._live += 1
         return CudaLikeCapturedGraph(pieces, function, result, self._free_place)
 
-    def _warm_up(self, function: Callable[[], Any]) -> None:
+    def _warm_up(self, function: Callable[[], Any], times: int) -> None:
         """Calls the function and takes back what it drew, so that capturing changes no later draw."""
         state = self._module.get_rng_state()
-        for _ in range(self._warm_ups):
+        for _ in range(times):
             function()
         self._module.set_rng_state(state)
 
