@@ -334,7 +334,7 @@ def merge_kernel(
     if num_spans <= 1:
         return
     # Tops first, then many spans at a time.
-    AT_ONCE: tl.constexpr = MOST if MOST < 8 else 8
+    AT_ONCE: tl.constexpr = 8
     span = tl.arange(0, MOST)[:, None]
     of_span = (first + span * num_rows) * HEADS + head[None, :]
     there = (span < num_spans) & real[None, :]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayout
 from . import triton_kernels as kernels
-from .triton_work import list_work
+from .triton_work import MOST_ITEMS, list_work
 
 # Keys of the smallest span that a prompt is cut into, where its query rows fit one tile; twice that where they do not. Of
 # beams' sizes 64 was the fastest measured on an H200 for a request alone: 7.6 us a layer at 305 keys and 50 beams, 12 with 256.
@@ -102,13 +102,14 @@ class PromptReader:
         work, needs, heads = self.work, self.needs, self.needs.num_heads
         if work.max_spans == 1:
             return
-        # The same for every batch: another block might add in another order. Small ones make many programs, each one warp.
+        # Block and most spans are the same for every batch: others would add in another order, and a row's last bits follow
+        # its neighbours. Small blocks make many programs, each one warp.
         block = min(2, triton.next_power_of_2(heads))
         key, value, *others = tensors = self._tensors(query, own)
         kernels.merge_kernel[(len(query), triton.cdiv(heads, block))](
             query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
             *others, result, self._width, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
-            **self._sizes(own), BLOCK=block, MOST=triton.next_power_of_2(work.max_spans), num_warps=1,
+            **self._sizes(own), BLOCK=block, MOST=MOST_ITEMS, num_warps=1,
         )  # fmt: skip
 
     def _tensors(self, query: Tensor, own: OwnTokens | None) -> OwnTokens:
