@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)[ \t]*\r\n", re.IGNORECASE)
 _CLOSES = re.compile(rb"\r\nconnection:[ \t]*close[ \t]*\r\n", re.IGNORECASE)
-_AT_ONCE = 1 << 18  # bytes
+_AT_ONCE = 1 << 16  # bytes; for more, the memory of each read would be mapped and unmapped, 0.02 ms
 
 
 class Connection:
