@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ def split_results(requests: Sequence[SearchRequest], scores: Tensor, nodes: Tens
     """scores fp32 [R, W] and nodes int64 [R, W] on the host -> each request's own n, without beams that never lived."""
     results = []
     for request, score, node in zip(requests, scores.numpy(), nodes.numpy(), strict=True):
-        num = min(request.n, int(np.isfinite(score).sum()))
+        num = min(request.n, len(score))
+        if num and not math.isfinite(score[num - 1]):  # the best come first, so mostly all of them live
+            num = min(num, int(np.isfinite(score).sum()))
         results.append(SearchResult(node[:num] - trie.first_leaf, score[:num]))
     return results
