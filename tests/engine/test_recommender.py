@@ -287,6 +287,20 @@ def test_ready_prompts(recommender):
     assert recommender.answer([prepared])[0].items == recommender.recommend(["item-3", "item-50"], n=5).items
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kept", ["changed", "backwards", "read only"])
+def test_a_ready_prompt_may_be_any_array_and_is_its_caller_s_again(recommender, kept):
+    expected = recommender.recommend(["item-3", "item-50"], n=5).items
+    tokens = recommender.prompt_of(np.array([3, 50]), np.array([0, 1]))
+    if kept == "backwards":
+        tokens = tokens[::-1].copy()[::-1]
+    tokens.flags.writeable = kept != "read only"
+    prepared = recommender.prepare_prompt(tokens, 5)
+    if kept == "changed":
+        tokens[:] = recommender.layout.begin
+    assert recommender.answer([prepared])[0].items == expected
+
+
 def test_unconstrained_beams_count_sids_of_no_item(recommender):
     """Against a plain beam search over every code sequence, whether or not an item has it."""
     rng, width, k, users = np.random.default_rng(4), 9, 6, 5

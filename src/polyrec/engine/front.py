@@ -98,7 +98,7 @@ class Front:
     def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
         """A search from a ready prompt, which must end with `<|sid_begin|>`. Errors: RequestError."""
         check_counts(n, beam_width)
-        prompt = np.asarray(token_ids, np.int64)
+        prompt = np.array(token_ids, np.int64)  # a copy: the engine shares its memory with torch, and comes to it later
         if len(prompt) == 0 or prompt[-1] != self.layout.begin:
             raise RequestError(
                 "prompt_end", "The prompt does not end with <|sid_begin|>.", "End it with <|sid_begin|>."
