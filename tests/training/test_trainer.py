@@ -202,6 +202,26 @@ def test_on_step_ends_a_run():
     assert loader.asked == list(range(STEPS)), "each batch once"
 
 
+def test_a_batch_that_cannot_be_made_fails_its_own_step_and_not_the_one_before():
+    trainer, loader = make_trainer(Net(), OptimConfig())
+    batch, told = loader.batch, []
+
+    def ends(step):
+        if step == 3:
+            raise ValueError("no more")
+        return batch(step)
+
+    loader.batch = ends
+    with pytest.raises(ValueError, match="no more"):
+        trainer.run(lambda facts: bool(told.append(facts.step)) or True)
+    assert told == [1, 2, 3]
+    assert trainer.progress.step == 3
+    trainer, loader = make_trainer(Net(), OptimConfig())
+    loader.batch = ends
+    trainer.run(lambda facts: facts.step < 3)  # needs none of the batches that are not there
+    assert trainer.progress.step == 3
+
+
 def test_a_run_that_is_set_to_another_step_takes_that_ones_batch():
     trainer, loader = make_trainer(Net(), OptimConfig())
     trainer.train_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -93,7 +94,8 @@ class Trainer:
         if self.averaged is not None:
             self.averaged.update_parameters(self._exact())
         if step + 1 < self._steps:
-            self._next = (step + 1, self._loader.batch(step + 1))  # while the device works
+            with contextlib.suppress(Exception):  # the step that needs it meets the error; this one's work is done
+                self._next = (step + 1, self._loader.batch(step + 1))  # while the device works
         mean, length, *by_level = torch.stack(
             [loss.mean.detach().float(), norm.float(), *loss.by_level.float()]
         ).tolist()
