@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import Request
 
 from polyrec.core.errors import RequestError
+from polyrec.server import waiting
 from polyrec.server.http import run_loop
 from polyrec.server.metrics import ServerMetrics
 from polyrec.server.state import ServerState
@@ -27,8 +29,14 @@ def run_in_loop(request) -> Callable[..., Any]:
     return request.param
 
 
+@pytest.fixture(params=[None, (3, 10)], ids=["this Python", "without asyncio.timeout"])
+def python(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param is not None:
+        monkeypatch.setattr(waiting, "sys", SimpleNamespace(version_info=request.param))
+
+
 @pytest.mark.parametrize("waits", [(0, 0), (1, 0), (0, 1), (1, 1)], ids=str)
-def test_a_body_comes_at_once_or_in_parts(run_in_loop, waits: tuple[int, int]) -> None:
+def test_a_body_comes_at_once_or_in_parts(run_in_loop, python, waits: tuple[int, int]) -> None:
     async def run() -> bytes:
         number = -1
 
@@ -44,7 +52,7 @@ def test_a_body_comes_at_once_or_in_parts(run_in_loop, waits: tuple[int, int]) -
     assert run_in_loop(run()) == b"".join(PARTS)
 
 
-def test_a_body_that_comes_too_late_is_given_up(run_in_loop) -> None:
+def test_a_body_that_comes_too_late_is_given_up(run_in_loop, python) -> None:
     ended: list[bool] = []
 
     async def receive() -> dict[str, Any]:
@@ -63,7 +71,7 @@ def test_a_body_that_comes_too_late_is_given_up(run_in_loop) -> None:
     assert ended == [True]
 
 
-def test_who_stops_waiting_for_a_body_stops(run_in_loop) -> None:
+def test_who_stops_waiting_for_a_body_stops(run_in_loop, python) -> None:
     """A cancelled task is not kept by a body that was begun."""
     ended: list[bool] = []
 

@@ -1,5 +1,5 @@
 """An event loop that does not sleep for a moment. A core that slept for some milliseconds takes up to 0.2 ms to wake up, and
-then works at half its pace, since its caches are cold: of what HTTP costs a lone request that is a third."""
+then works at half its pace, since its caches are cold."""
 
 from __future__ import annotations
 
