@@ -14,7 +14,7 @@ import torch
 from polyrec.core.errors import TrainingError
 from polyrec.training.objective import Loss
 from polyrec.training.recipe import OptimConfig, learning_rate
-from polyrec.training.trainer import Trainer
+from polyrec.training.trainer import RunningAverage, Trainer
 
 STEPS = 12
 
@@ -231,12 +231,12 @@ def test_a_run_that_is_set_to_another_step_takes_that_ones_batch():
     assert facts.step == 8
 
 
-def test_the_kept_model_is_the_running_average_of_the_weights():
+def test_the_kept_model_is_the_running_RunningAverage_the_weights():
     trainer, _ = make_trainer(Net(), OptimConfig(ema_decay=0.6, warmup_steps=2))
     expected = {name: weight.detach().double() for name, weight in trainer.model.named_parameters()}
     for step in range(12):
         trainer.train_step()
-        # AveragedModel's first update copies; later ones average with a decay that grows up to the set one.
+        # The first update copies; later ones average with a decay that grows up to the set one.
         decay = 0.0 if step == 0 else min(0.6, (1 + step) / (10 + step))
         for name, weight in trainer.model.named_parameters():
             expected[name] = decay * expected[name] + (1 - decay) * weight.detach().double()
@@ -245,6 +245,15 @@ def test_the_kept_model_is_the_running_average_of_the_weights():
     assert any(
         not torch.equal(a, b) for a, b in zip(trainer.result.parameters(), trainer.model.parameters(), strict=True)
     )
+
+
+def test_an_average_follows_without_a_wait_for_its_device():
+    """A meta device has no numbers that the host could wait for."""
+    model = Net().to("meta")
+    averaged = RunningAverage(model, 0.9)
+    for _ in range(3):
+        averaged.update_parameters(model)
+    assert int(averaged.n_averaged) == 3
 
 
 def test_without_averaging_the_last_weights_are_kept():

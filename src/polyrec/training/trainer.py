@@ -21,8 +21,6 @@ from .master import MasterAdamW, update
 from .objective import Objective
 from .recipe import OptimConfig, learning_rate
 
-Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
-
 
 @dataclass
 class Progress:
@@ -67,7 +65,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.optimizer = make_optimizer(model, config, compiled=compiled)
-        self.averaged = average_of(model, config.ema_decay) if config.ema_decay else None
+        self.averaged = RunningAverage(model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
         self._loader = loader
         self._objective = objective
@@ -81,7 +79,8 @@ class Trainer:
         return self.model if self.averaged is None else cast(Decoder, self.averaged.module)
 
     def train_step(self) -> StepFacts:
-        """Batch, forward, backward, clip, update, average. The host waits for the device once, when all of it is queued."""
+        """Batch, forward, backward, clip, update, average. The host waits for the device once, when all of it is queued, and
+        without masters for the gradient's norm too."""
         started = time.perf_counter()
         step = self.progress.step
         batch = self._take_batch(step)
@@ -153,19 +152,29 @@ class Trainer:
             )
 
 
-def average_of(model: Decoder, decay: float) -> AveragedModel:
-    """A copy of the model that follows it as an exponential average (Polyak and Juditsky, 1992).
+class RunningAverage(AveragedModel):
+    """A copy of a model that follows it as an exponential average (Polyak and Juditsky, 1992).
 
     Early steps count for more, min(decay, (1 + n) / (10 + n)), so that a short run's average is not its start.
     """
 
-    def average(averages: Tensors, weights: Tensors, num: torch.Tensor | int) -> None:
-        so_far = min(decay, (1 + int(num)) / (10 + int(num)))
-        torch._foreach_lerp_(averages, weights, 1 - so_far)
+    def __init__(self, model: Decoder, decay: float) -> None:
+        super().__init__(model)
+        self.module.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
+        self._decay = decay
 
-    averaged = AveragedModel(model, multi_avg_fn=average)
-    averaged.module.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
-    return averaged
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module) -> None:
+        """As torch's own, which asks the device how many updates there were, and so waits for the step that is queued."""
+        num = int(self.n_averaged)  # on the host
+        averages, weights = tuple(self.module.parameters()), tuple(model.parameters())
+        if num == 0:
+            torch._foreach_copy_(averages, weights)
+        else:
+            torch._foreach_lerp_(averages, weights, 1 - min(self._decay, (1 + num) / (10 + num)))
+        for own, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
+            own.copy_(theirs)
+        self.n_averaged += 1
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimConfig, *, compiled: bool = False) -> torch.optim.Optimizer:
