@@ -46,6 +46,11 @@ class Engine:
         assert not self.thread.is_alive()
 
 
+def is_handed_over(here: Any) -> bool:
+    """Whether the engine's thread reads, and the event loop's no more."""
+    return here._engine_reads and not here._lock.locked()
+
+
 async def until(is_so: Callable[[], Any]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not is_so():
@@ -75,7 +80,7 @@ def test_who_reads(run_in_loop, engine_idles: bool) -> None:
         here.open(own, take, lambda: closed.append(threading.get_ident()))
         if engine_idles:
             engine.thread.start()
-            await until(lambda: here._engine_reads)
+            await until(lambda: is_handed_over(here))
         stream = b"".join(packed(Cancel(number)) for number in range(20))
         for place in range(0, len(stream), 7):
             its.send(stream[place : place + 7])
@@ -114,7 +119,7 @@ def test_once_there_is_work_the_event_loop_reads(run_in_loop) -> None:
         line = here.open(own, take, print)
         thread = threading.Thread(target=engine)
         thread.start()
-        await until(lambda: here._engine_reads)
+        await until(lambda: is_handed_over(here))
         its.send(packed(Cancel(1)))
         await until(entered.is_set)
         its.send(packed(Cancel(2)))
