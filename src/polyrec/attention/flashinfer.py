@@ -2,9 +2,9 @@
 own Triton kernels.
 
 FlashInfer lays out a batch's work on the host, once for all layers, so it needs lengths and tables of cached prompts there
-(`flashinfer_slots`). What is captured is laid out anew before each replay, in the same memory: a prefill of whole prompts, and
-how beams read prompts. Where only the device knows the lengths otherwise, as in a captured prefill after cached prefixes, or in
-a search that is launched, Triton's kernels run.
+(`flashinfer_slots`). What is captured is laid out anew, in the same memory, before each replay of other lengths: a prefill of
+whole prompts, and how beams read prompts. Where only the device knows the lengths otherwise, as in a captured prefill after
+cached prefixes, or in a search that is launched, Triton's kernels run.
 """
 
 from __future__ import annotations
