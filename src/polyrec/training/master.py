@@ -141,7 +141,7 @@ class MasterAdamW(torch.optim.Optimizer):
         values = torch.tensor([group["lr"], group["weight_decay"], beta1, beta2, group["eps"], *corrections])
         device = group["params"][0].device
         # From pageable memory the host would wait here until the backward pass is done.
-        pinned = values if device.type == "cpu" else values.pin_memory()
+        pinned = values if values.device == device else values.pin_memory()
         scale = torch.as_tensor(self.gradient_scale, dtype=torch.float32).reshape(1).to(device)
         return torch.cat([pinned.to(device, non_blocking=True), scale])
 
