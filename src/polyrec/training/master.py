@@ -85,7 +85,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     step_function: what updates one bucket: `update`, or a compiled form of it. gradient_scale: what the next step multiplies
     gradients by, for clipping without a pass of its own; a tensor on their device makes nobody wait. A step whose scale is not
-    finite changes nothing.
+    finite counts, and changes no weight or moment.
     """
 
     def __init__(
