@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from facts import origin
+
 from polyrec.bench.cases import Target
 from polyrec.core.request import RecommendRequest
 from polyrec.engine.engine import EngineConfig
@@ -46,6 +48,7 @@ def main() -> None:
     if args.digests:
         print(json.dumps([digest(one) for one in alone]))
         return
+    facts = origin("repeatability.py", packages=("torch", "triton"))
     other = subprocess.run([sys.executable, *sys.argv, "--digests"], check=True, capture_output=True, text=True)
     elsewhere = json.loads(other.stdout.splitlines()[-1])
     rows = []
@@ -61,7 +64,7 @@ def main() -> None:
         apart = "" if row["apart"] is None else f"scores differ by {row['apart']:.1e} at most"
         print(f"{row['request']:24} {row['how']:40} {'the same bits' if row['same'] else 'differs':14} {apart}")
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=2) + "\n")
+        args.out.write_text(json.dumps({"origin": facts, "answers": rows}, indent=2) + "\n")
 
 
 def run_alone(recommender: Recommender, one: SearchRequest, repeats: int) -> list[SearchResult]:
