@@ -339,6 +339,23 @@ def test_an_idle_loop_waits_for_searches_from_outside(recommender):
     assert outside.told[-1] == "leave"
 
 
+def test_the_engine_s_thread_works_on_the_process_s_device(recommender, monkeypatch):
+    """A thread begins on the first device, and Triton launches where the thread is."""
+    entered, run = [], recommender.engine._runner.run
+    monkeypatch.setattr(
+        type(recommender._backend.runtime), "enter_thread", lambda self: entered.append(threading.get_ident())
+    )
+    monkeypatch.setattr(
+        recommender.engine._runner, "run", lambda batch: entered.append(("run", threading.get_ident())) or run(batch)
+    )
+    loop = EngineLoop(recommender)
+    loop.start()
+    loop.submit(ask(3)).result(WAIT_S)
+    ident = loop.call(threading.get_ident).result(WAIT_S)
+    assert entered[:2] == [ident, ("run", ident)]
+    assert loop.drain(WAIT_S)
+
+
 def test_answers_are_built_in_the_thread_that_asks(recommender):
     """512 names and texts take longer than a launch: the engine's thread must not pay for them."""
     threads = []

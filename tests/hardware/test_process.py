@@ -176,6 +176,21 @@ def test_a_plan_of_another_platform_differs(monkeypatch):
     assert caught.value.code == "plan_differs"
 
 
+def test_a_thread_that_asks_later_works_on_the_same_device():
+    program = """
+from threading import Thread, current_thread
+from polyrec.hardware import HardwareConfig, get_hardware_backend
+get_hardware_backend(HardwareConfig(hardware_platform="cpu"))
+from polyrec.hardware.backends.cpu.runtime import CpuRuntime
+CpuRuntime.enter_thread = lambda self: print(current_thread().name)
+other = Thread(target=get_hardware_backend, name="loads")
+other.start()
+other.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "loads", done.stderr
+
+
 def test_threads_that_ask_at_once_get_one_object():
     program = """
 from concurrent.futures import ThreadPoolExecutor

@@ -141,6 +141,7 @@ class Engine:
         since it may still grow. intake: waits for requests, for so many seconds at most, and submits those that came; None:
         nobody comes before this returns.
         """
+        self._runtime.enter_thread()  # whichever calls: kernels of Triton's are launched on the thread's device
         self._drop_expired()
         current, self._in_flight, split = self._in_flight, None, False
         if current is None:

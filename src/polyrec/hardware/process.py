@@ -84,6 +84,7 @@ def get_hardware_backend(config: HardwareConfig | None = None, *, plan: Hardware
         _refuse_other(config, earlier, backend)
     if plan is not None:
         check_plan(backend, plan)
+    backend.runtime.enter_thread()  # another one may have built it
     return backend
 
 

@@ -108,6 +108,7 @@ class HostTensor:
 def use_everything(runtime: Any, graph: Any) -> None:
     """Calls every function of a runtime and of a graph, so that a recorder shows what they ask of the module."""
     runtime.select(1)
+    runtime.enter_thread()
     runtime.device_name()
     stream, event = runtime.stream(), runtime.event(timing=True)
     event.record(runtime.current_stream())

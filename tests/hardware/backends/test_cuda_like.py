@@ -79,6 +79,9 @@ def test_select_makes_the_device_this_processs(module, runtime):
     assert runtime.device == torch.device("cuda", 1)
     assert ("set_device", (1,), {}) in module.calls
     assert runtime.device_name() == "Card B"
+    module.calls.clear()
+    runtime.enter_thread()  # torch keeps the current device of each thread
+    assert module.calls == [("set_device", (1,), {})]
 
 
 @pytest.mark.parametrize("index", [-1, 2])

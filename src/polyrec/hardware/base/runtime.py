@@ -68,6 +68,9 @@ class Runtime(ABC):
     def select(self, index: int) -> None:
         """Makes device `index` this process's device, before anything is allocated; out of range is `device_index`."""
 
+    def enter_thread(self) -> None:  # noqa: B027 (a host has one device)
+        """Makes it the calling thread's too: where each thread has a current device, a new one begins with the first."""
+
     @abstractmethod
     def device_name(self) -> str:
         """The vendor's name of the device."""

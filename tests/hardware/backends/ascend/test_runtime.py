@@ -46,6 +46,8 @@ def test_nothing_is_asked_of_a_device_before_it_is_selected(library, runtime):
     assert library.calls == [("set_device", {"device": 2})]
     assert runtime.device.index == 2
     assert runtime.device_name() == "Ascend910B2"
+    runtime.enter_thread()
+    assert library.calls[-1] == ("set_device", {"device": 2})
 
 
 @pytest.mark.parametrize("index", [-1, 3])

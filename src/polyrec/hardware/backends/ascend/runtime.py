@@ -40,6 +40,9 @@ class AscendRuntime(Runtime):
         self._index = index
         self.device = torch.device(self._device_type, index)
 
+    def enter_thread(self) -> None:
+        self._library.npu.set_device(self._index)
+
     def device_name(self) -> str:
         return self._library.npu.get_device_name(self._index)
 

@@ -64,6 +64,9 @@ class CudaLikeRuntime(Runtime):
         self.module.set_device(index)
         self.device = torch.device(self.device_type, index)
 
+    def enter_thread(self) -> None:
+        self.module.set_device(self.device.index)
+
     def device_name(self) -> str:
         return str(self.module.get_device_name(self.device))
 
