@@ -339,6 +339,43 @@ def test_an_idle_loop_waits_for_searches_from_outside(recommender):
     assert outside.told[-1] == "leave"
 
 
+def test_before_it_works_a_loop_lets_others_read(recommender):
+    """Also where work came at the last moment, when `wait` had looked already: else nobody reads until the work is done."""
+    loop = EngineLoop(recommender)
+    told, search = [], recommender.prepare(ask(1)).search
+    step = recommender.engine.step
+    recommender.engine.step = lambda intake: told.append("step") or step(intake)
+
+    class LastMoment(Brings):
+        def wait(self, seconds, is_work_here, was_alone):
+            told.append("wait")
+            match told.count("wait"):
+                case 1:
+                    self.found = loop.search(search)
+                case 2:
+                    self.called = loop.call(lambda: told.append("call"))
+                case _:
+                    self.waits.set()
+                    self.woken.wait(0.01)
+
+        def leave(self):
+            told.append("leave")
+
+        def answered(self):
+            pass
+
+    outside = LastMoment(loop)
+    loop.attend(outside)
+    loop.start()
+    assert outside.waits.wait(WAIT_S)
+    assert len(outside.found.result(WAIT_S).leaves) == 3
+    assert outside.called.result(WAIT_S) is None
+    assert loop.drain(WAIT_S)
+    for work in ("step", "call"):
+        before = told[: told.index(work)]
+        assert "leave" in before[len(before) - before[::-1].index("wait") :]
+
+
 def test_the_engine_s_thread_works_on_the_process_s_device(recommender, monkeypatch):
     """A thread begins on the first device, and Triton launches where the thread is."""
     entered, run = [], recommender.engine._runner.run

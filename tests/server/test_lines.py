@@ -36,6 +36,8 @@ class Engine:
         while not self.ends:
             self.waits += 1
             self.lines.wait(WAIT_S, lambda: bool(self.work) or self.ends, False)
+            if self.work:
+                self.lines.leave()
             self.work.clear()
         self.lines.leave()
 
@@ -111,6 +113,7 @@ def test_once_there_is_work_the_event_loop_reads(run_in_loop) -> None:
 
         def engine() -> None:
             here.wait(WAIT_S, lambda: bool(taken), True)
+            here.leave()
             entered.set()
             assert works.wait(WAIT_S)  # the batch
             here.wait(0.001, lambda: False, True)

@@ -37,7 +37,7 @@ class Outside(Protocol):
         """Queues what comes until there is work, or for `seconds`. was_alone: the last batch was one request."""
 
     def leave(self) -> None:
-        """The thread waits no more."""
+        """The thread has something to do, or ends: until it waits again, others must look for what comes."""
 
     def wake(self) -> None:
         """There is work: ends a `wait`. From any thread."""
@@ -145,6 +145,10 @@ class EngineLoop:
         if (outside := self._outside) is not None:
             outside.wake()
 
+    def _leave(self) -> None:
+        if (outside := self._outside) is not None:
+            outside.leave()
+
     def _refuse_stopped(self) -> None:
         if self._stopping.is_set() or not self._thread.is_alive():
             raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
@@ -155,8 +159,7 @@ class EngineLoop:
         finally:  # whoever came in until now is told; whoever comes later is refused
             with self._gate:
                 self._stopping.set()
-            if (outside := self._outside) is not None:
-                outside.leave()
+            self._leave()
             while not self._queue.empty():
                 future = self._queue.get_nowait().future
                 self._fail_unanswered([future] if future.set_running_or_notify_cancel() else [])
@@ -184,6 +187,7 @@ class EngineLoop:
     def _run(self, waiting: list[Asked]) -> None:
         """Until nobody waits: gives the engine who is here, runs a batch, takes who came meanwhile."""
         engine, unanswered = self.recommender.engine, set[Future[Any]]()
+        self._leave()
 
         def submit(some: list[Asked]) -> None:
             unanswered.update(asked.future for asked in some)
@@ -222,6 +226,7 @@ class EngineLoop:
 
     def _run_calls(self) -> None:
         while not self._calls.empty():
+            self._leave()
             function, future = self._calls.get_nowait()
             if not future.set_running_or_notify_cancel():
                 continue

@@ -136,8 +136,8 @@ class Lines:
     # The engine's thread.
 
     def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
-        """Takes the messages that come until there is work, or for `seconds`. was_alone: the last batch was a lone request, and
-        another may follow at once."""
+        """Takes the messages that come until there is work, or for `seconds`, and goes on reading them alone until `leave`.
+        was_alone: the last batch was a lone request, and another may follow at once."""
         if not self._engine_reads:
             self._hand_over(True)
             self._awake_until = time.monotonic() + NEXT_S if self._stays_awake and was_alone else 0.0
@@ -151,12 +151,11 @@ class Lines:
                     self._bell.recv(_AT_ONCE)
                 elif (line := self._line(number)) is not None:
                     line.read()
-        if is_work_here():
-            self._hand_over(False)
 
     def leave(self) -> None:
-        """The engine's thread idles no more."""
-        self._hand_over(False)
+        """The engine's thread idles no more: the event loop reads."""
+        if self._engine_reads:
+            self._hand_over(False)
 
     def wake(self) -> None:
         """Ends a `wait`, from another thread."""
