@@ -93,7 +93,7 @@ class ServerMetrics:
             asyncio.get_running_loop().call_later(_NOTE_S, self.settle)
 
     def settle(self) -> None:
-        """Calls the notes that wait; also before the event loop ends."""
+        """Calls the notes that wait; also when the event loop has ended."""
         notes, self._notes = self._notes, []
         for note in notes:
             note()

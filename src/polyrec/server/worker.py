@@ -82,6 +82,10 @@ class Worker(uvicorn.Server):
         self._channel = await Channel.open(self._end, self._take, self._gone)
         self._engine.connect(self._channel)
         await super().serve(sockets)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """`serve` in an event loop of its own, which cancels what is given up when `serve` has returned."""
+        super().run(sockets)
         self._metrics.settle()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
