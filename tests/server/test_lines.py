@@ -189,7 +189,10 @@ def test_waking_ends_a_wait_and_nothing_is_lost(run_in_loop) -> None:
     assert time.monotonic() - begun < WAIT_S  # no wait ran into its limit
 
 
-def test_a_message_that_fails_closes_the_line(run_in_loop) -> None:
+@pytest.mark.parametrize("engine_idles", [True, False])
+def test_a_message_that_fails_closes_the_line_alone(run_in_loop, engine_idles: bool) -> None:
+    """The engine's thread goes on, and the event loop tells the error."""
+
     async def run() -> list[str]:
         told: list[str] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(str(context["exception"])))
@@ -199,9 +202,16 @@ def test_a_message_that_fails_closes_the_line(run_in_loop) -> None:
 
         own, its = socket.socketpair()
         here = lines.Lines(asyncio.get_running_loop(), False)
+        engine = Engine(here)
         here.open(own, take, lambda: told.append("closed"))
+        if engine_idles:
+            engine.thread.start()
+            await until(lambda: is_handed_over(here))
         its.send(packed(Cancel(1)))
         await until(lambda: len(told) == 2)
+        if engine_idles:
+            assert engine.thread.is_alive()
+            engine.end()
         assert its.recv(1) == b""
         its.close()
         return told

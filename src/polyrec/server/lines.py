@@ -150,7 +150,13 @@ class Lines:
                 if number == self._bell.fileno():
                     self._bell.recv(_AT_ONCE)
                 elif (line := self._line(number)) is not None:
-                    line.read()
+                    self._read(line)
+
+    def _read(self, line: Line) -> None:
+        try:
+            line.read()
+        except Exception as error:  # noqa: BLE001 (it is raised again: there, so that this thread goes on)
+            self._loop.call_soon_threadsafe(_raise, error)
 
     def leave(self) -> None:
         """The engine's thread idles no more: the event loop reads."""
@@ -198,3 +204,7 @@ class Lines:
 
     def _wanted(self, line: Line) -> int:
         return (0 if self._engine_reads else select.EPOLLIN) | (select.EPOLLOUT if line.has_unsent else 0)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -65,8 +65,8 @@ class Peer:
         self.asked: dict[int, Future[Any]] = {}
 
     def send(self, message: Any) -> None:
-        if self.channel is not None:
-            self.channel.send(message)
+        if (channel := self.channel) is not None:  # looked at once: another thread may take it away
+            channel.send(message)
 
 
 Done = Callable[[Peer, int, "Future[Any]"], None]
