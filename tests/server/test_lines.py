@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,7 +225,8 @@ def test_a_message_that_fails_closes_the_line_alone(run_in_loop, engine_idles: b
 
 
 def test_after_a_lone_request_the_engine_s_thread_looks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "NEXT_S", 0.05)
+    ticks = itertools.count()
+    monkeypatch.setattr(lines, "time", SimpleNamespace(monotonic=lambda: next(ticks) * lines.NEXT_S / 20))
 
     class Counting:
         def __init__(self) -> None:
@@ -244,24 +247,39 @@ def test_after_a_lone_request_the_engine_s_thread_looks_again_and_again(monkeypa
 
 
 def test_an_event_loop_stays_awake_as_long_as_it_is_told(run_in_loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[float] = []
+    now, turns = 0.0, 0
     turn = Awake._turn
-    monkeypatch.setattr(Awake, "_turn", lambda self: (turns.append(time.monotonic()), turn(self)))
+
+    def counted(self: Awake) -> None:
+        nonlocal turns
+        turns += 1
+        turn(self)
+
+    monkeypatch.setattr(Awake, "_turn", counted)
+    monkeypatch.setattr("polyrec.server.awake.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def turns_in_ten() -> int:
+        """Of the loop's own turns."""
+        before = turns
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return turns - before
 
     async def run() -> None:
+        nonlocal now
         awake = Awake()
         awake.stay(0.05)
-        await asyncio.sleep(0.1)
-        assert len(turns) > 20
-        assert turns[-1] - turns[0] < 0.08
-        turns.clear()
+        assert await turns_in_ten() == 10
+        awake.stay(0.05)
+        assert await turns_in_ten() == 10
+        now = 0.06
+        assert await turns_in_ten() == 1
+        assert await turns_in_ten() == 0
         awake.stay(WAIT_S)
-        await asyncio.sleep(0.01)
+        assert await turns_in_ten() == 10
         awake.stay(0)
-        await asyncio.sleep(0.01)
-        turns.clear()
-        await asyncio.sleep(0.02)
-        assert not turns
+        assert await turns_in_ten() == 1
+        assert await turns_in_ten() == 0
 
     run_in_loop(run())
 
