@@ -18,6 +18,7 @@ from pathlib import Path
 
 from polyrec.core.errors import PolyrecError, RequestError
 from polyrec.core.request import Recommendation, RecommendedItem, RecommendRequest
+from polyrec.server import pool
 from polyrec.server.chat import ChatPrompt, load_template
 from polyrec.server.launch import run_server
 from polyrec.server.settings import ServerSettings
@@ -163,6 +164,8 @@ def load_parts(folder: Path, facts: str) -> tuple[FakeFront, SidLayout, ChatProm
 
 
 if __name__ == "__main__":
+    if (Path(sys.argv[1]) / "no_lines").exists():  # as where there is no epoll
+        pool.HAS_LINES = False
     try:
         run_server(sys.argv[1], ServerSettings.model_validate_json(sys.argv[2]), load_fake, load_parts)
     except PolyrecError as error:

@@ -73,7 +73,10 @@ def test_a_worker_with_a_bug_as_it_loads_ends_the_server(folder: Path) -> None:
 
 
 @linux
-def test_a_worker_that_ends_is_replaced_and_what_it_counted_stays(folder: Path) -> None:
+@pytest.mark.parametrize("with_lines", [True, False])
+def test_a_worker_that_ends_is_replaced_and_what_it_counted_stays(folder: Path, with_lines: bool) -> None:
+    if not with_lines:
+        (folder / "no_lines").touch()
     with fake_server(folder, http_workers=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert [answer(server.url) for _ in range(20)] == [200] * 20
         assert metric(client, ANSWERED) == 20
