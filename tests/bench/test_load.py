@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from polyrec.bench.load import LoadError, run_load
+from polyrec.bench.load import LoadError, part_of, run_load
 from polyrec.bench.server import grown
 from polyrec.sid.catalog import Catalog
 from polyrec.sid.layout import SidLayout
@@ -72,6 +72,15 @@ def test_every_body_is_sent_once_by_so_many_clients(server, clients, processes):
     assert found["client_processes"] == min(clients, processes)
     assert found["p50_ms"] >= 10
     assert found["requests_per_second"] == pytest.approx(20 / found["seconds"])
+
+
+@pytest.mark.parametrize(("clients", "processes"), [(8, 6), (32, 6), (5, 5), (3, 1)])
+def test_all_clients_have_as_much_to_ask(clients, processes):
+    parts = [part_of(range(400), place, processes, clients) for place in range(processes)]
+    assert sorted(number for part in parts for number in part) == list(range(400))
+    for place, part in enumerate(parts):
+        own = len(range(place, clients, processes))
+        assert own * (400 // clients) <= len(part) <= own * -(-400 // clients)
 
 
 def test_faulty_answers_are_counted_and_refusals_have_no_latency(server):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from .cases import fault_of
 from .connection import Connection
 from .report import summary
 
+T = TypeVar("T")
 OPEN_LOOP_THREADS = 256  # requests in flight in one client process, at most
 
 
@@ -80,15 +81,17 @@ def run_load(
     due = None
     if rate is not None:
         due = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(bodies))).tolist()
+    # Each client has as much to ask as the others: else those with more go on alone, and fewer ask than are said to.
+    turns = processes if rate is not None else clients
     shares = [
         Share(
             url=url,
             api_key=api_key,
-            warmup=tuple(warmup[place::processes]),
-            bodies=tuple(bodies[place::processes]),
+            warmup=tuple(part_of(warmup, place, processes, turns)),
+            bodies=tuple(part_of(bodies, place, processes, turns)),
             n=n,
             clients=OPEN_LOOP_THREADS if rate is not None else len(range(place, clients, processes)),
-            due=None if due is None else tuple(due[place::processes]),
+            due=None if due is None else tuple(part_of(due, place, processes, turns)),
             timeout=timeout,
             catalog=catalog,
         )
@@ -107,6 +110,12 @@ def run_load(
         "faulty_answers": len(faults),
         "first_fault": faults[0] if faults else None,
     }
+
+
+def part_of(values: Sequence[T], place: int, processes: int, turns: int) -> list[T]:
+    """What one process gets of values that are dealt out in so many turns, each of which belongs to the process of its number
+    modulo their number."""
+    return [value for number, value in enumerate(values) if number % turns % processes == place]
 
 
 def _run_processes(shares: list[Share]) -> list[Outcome]:
