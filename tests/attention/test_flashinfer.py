@@ -53,6 +53,20 @@ def test_a_batch_is_planned_once_and_not_over_a_plan_that_is_still_being_copied(
 
 
 @on_linux
+def test_a_batch_of_the_last_lengths_takes_the_plan_that_is_there(module, hardware, log):
+    """In each of the slots that take turns; and what comes of it is that batch's."""
+    attention = module.FlashInferAttention(needs(), hardware.ops)
+    log.clear()
+    for lengths, times in (([3, 1], 2), ([3, 1], 2), ([3, 1], 2), ([1, 3], 3), ([4], 4), ([1, 3], 4)):
+        rows = checks.split(torch.randn(4, 8 * 64).to(BF16), needs())
+        found = attention.packed(planned(lengths)).run(0, *rows)
+        expected = attention_by_hand(*(part.double().split(lengths) for part in rows)).flatten(1)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+        assert log.count("plan") <= times
+    assert log.count("plan") == 4
+
+
+@on_linux
 def test_a_plan_outlives_the_next_and_no_later_one(module, hardware):
     attention = module.FlashInferAttention(needs(), hardware.ops)
     rows = checks.split(torch.randn(3, 8 * 64).to(BF16), needs())

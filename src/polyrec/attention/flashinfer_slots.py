@@ -62,15 +62,21 @@ class Slot:
         self.ragged: Ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self.paged: Paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.number = 0
+        self._planned: Tensor | None = None  # lengths that the plan of whole sequences is for
         self._copied = torch.Event(device=workspace.device)
         self._heads, self._options = heads_of(needs), options_of(needs)
 
     def plan(self, lengths: Tensor) -> None:
-        """Lays out the work of whole sequences of `lengths` int64 [R] (host), and queues its copy to the device."""
+        """Lays out the work of whole sequences of `lengths` int64 [R] (host), and queues its copy to the device; where they are
+        the last plan's, that one holds: for 8 of 5,001 tokens it takes 2.4 ms, in which a device would wait."""
+        if self._planned is not None and torch.equal(lengths, self._planned):
+            return
+        self._planned = None  # until all of the new one is there
         self._copied.synchronize()  # the last plan may still be waiting in the pinned memory that is written now
-        bounds = bounds_of(lengths)
+        bounds = pinned(bounds_of(lengths))
         self.ragged.plan(bounds, bounds, *self._heads, **self._options)
         self._end()
+        self._planned = lengths.clone()
 
     def plan_pages(self, lengths: Tensor, table: PageTable) -> None:
         """The same for the last `lengths` int64 [R] (host) tokens of the prompts in `table`, which has its host side."""
