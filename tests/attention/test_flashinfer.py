@@ -47,6 +47,7 @@ def test_a_batch_is_planned_once_and_not_over_a_plan_that_is_still_being_copied(
     attention = module.FlashInferAttention(needs(), hardware.ops)
     log.clear()
     plan = attention.packed(planned([2, 5]))
+    assert log == [], "the host works when the device has something to do"
     for layer in range(2):
         plan.run(layer, *checks.split(torch.randn(7, 8 * 64).to(BF16), needs()))
     assert [entry for entry in log if isinstance(entry, str)] == ["wait", "plan", "record"]
@@ -72,9 +73,9 @@ def test_a_plan_outlives_the_next_and_no_later_one(module, hardware):
     rows = checks.split(torch.randn(3, 8 * 64).to(BF16), needs())
     plan = attention.packed(planned([3]))
     expected = plan.run(0, *rows)
-    attention.packed(planned([1, 2]))
+    attention.packed(planned([1, 2])).run(0, *rows)
     assert torch.equal(plan.run(0, *rows), expected)
-    attention.packed(planned([1, 1, 1]))
+    attention.packed(planned([1, 1, 1])).run(0, *rows)
     with pytest.raises(AssertionError, match="later batches"):
         plan.run(0, *rows)
 
@@ -163,9 +164,9 @@ def test_plans_of_both_kinds_take_turns(module, hardware):
     rows = checks.split(torch.randn(3, 8 * 64).to(BF16), needs())
     plan = attention.packed(planned([3], table=table), pool)
     expected = plan.run(0, *rows)
-    attention.packed(planned([1, 2]))
+    attention.packed(planned([1, 2])).run(0, *rows)
     assert torch.equal(plan.run(0, *rows), expected)
-    attention.packed(planned([3], table=table), pool)
+    attention.packed(planned([3], table=table), pool).run(0, *rows)
     with pytest.raises(AssertionError, match="later batches"):
         plan.run(0, *rows)
 

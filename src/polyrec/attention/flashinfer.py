@@ -9,6 +9,8 @@ cached prefixes, or in a search that is launched, Triton's kernels run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import flashinfer
@@ -99,13 +101,13 @@ class FlashInferAttention(TritonAttention):
             return super().packed(layout, cache)
         if layout.table is None or layout.cached is None:
             slot = self._next_slot()
-            slot.plan(layout.host_lengths)
-            return RaggedPlan(self.needs, self.ops, layout, cache, slot)
+            lay_out = partial(slot.plan, layout.host_lengths)
+            return RaggedPlan(self.needs, self.ops, layout, cache, slot, lay_out)
         if cache is None or layout.table.host_pages is None or not self._reads(cache):
             return super().packed(layout, cache)
         slot = self._next_slot()
-        slot.plan_pages(layout.host_lengths, layout.table)
-        return PagedPlan(self.needs, self.ops, layout, cache, slot)
+        lay_out = partial(slot.plan_pages, layout.host_lengths, layout.table)
+        return PagedPlan(self.needs, self.ops, layout, cache, slot, lay_out)
 
     def search(self, layout: PackedLayout, cache: KeyValueCache, *, width: int, num_kept: int) -> SearchAttention:
         if not isinstance(layout.host_plan, SearchSlot):
@@ -124,16 +126,25 @@ class FlashInferAttention(TritonAttention):
 
 
 class PlannedPlan(PackedPlan):
-    """A plan in a slot that later batches will plan anew."""
+    """A plan in a slot that later batches will plan anew. The first layer lays it out, when the device has work already."""
 
     def __init__(
-        self, needs: AttentionNeeds, ops: PlatformOps, layout: PackedLayout, cache: KeyValueCache | None, slot: Slot
+        self,
+        needs: AttentionNeeds,
+        ops: PlatformOps,
+        layout: PackedLayout,
+        cache: KeyValueCache | None,
+        slot: Slot,
+        lay_out: Callable[[], None],
     ) -> None:
         super().__init__(needs, ops, layout, cache)
-        self._slot = slot
-        self._number = slot.number
+        self._slot, self._lay_out = slot, lay_out
+        self._number: int | None = None
 
     def _planned(self) -> Slot:
+        if self._number is None:
+            self._lay_out()
+            self._number = self._slot.number
         assert self._slot.number == self._number, f"{PLANS} later batches were planned: this plan's memory is theirs"
         return self._slot
 
