@@ -95,6 +95,20 @@ def test_a_worker_that_ends_is_replaced_and_what_it_counted_stays(folder: Path, 
 
 
 @linux
+def test_a_replacement_that_ends_as_it_loads_is_replaced_too(folder: Path) -> None:
+    with fake_server(folder, http_workers=2) as server:
+        first, second = workers_of(server.process.pid)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: set(workers_of(server.process.pid)) - {first, second}, "the replacement is there")
+        for pid in set(workers_of(server.process.pid)) - {first, second}:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: server.errors().count("an HTTP worker ended and is replaced") == 2, "both ends are told")
+        assert answer(server.url) == 200, "the other one answers meanwhile"
+        eventually(lambda: len(workers_of(server.process.pid)) == 2, "there are two again")
+        assert server.stop() == 0
+
+
+@linux
 def test_workers_end_with_the_engine_s_process(folder: Path) -> None:
     with fake_server(folder, http_workers=2) as server:
         workers = workers_of(server.process.pid)

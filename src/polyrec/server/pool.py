@@ -47,6 +47,7 @@ from .state import DRAINING, READY, ServerState, Service
 from .worker import WorkerStart, run_worker
 
 _WATCH_S = 0.05  # between two looks at the loading stage and at the engine's thread
+_RETRY_S = 1.0  # before a worker is started for one that ended as it replaced another
 _COUNT_S = 2.0  # what a worker that does not answer counted before is shown
 _FEW = 4  # answers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -91,6 +92,7 @@ class WorkerPool:
         self._is_called = False
         self._engine_thread: int | None = None
         self._counts: dict[int, tuple[Peer, int, set[Peer]]] = {}
+        self._replacing: set[asyncio.Future[None]] = set()  # a loop keeps none of its own alive
         self._num_counts = 0
         self._gone: list[list[Metric]] = []  # of workers that ended
 
@@ -122,6 +124,11 @@ class WorkerPool:
                 self._lines.close()
             for number in _SIGNALS:
                 self._loop.remove_signal_handler(number)
+
+    async def _replace(self, seconds: float) -> None:
+        """Starts a worker after so many seconds."""
+        await asyncio.sleep(seconds)
+        await self._start_one()
 
     async def _start_one(self) -> None:
         if self._state.stage == DRAINING:
@@ -354,9 +361,15 @@ class WorkerPool:
             self._loop.run_in_executor(None, process.join)
         if self._state.stage == DRAINING:
             self._end_if_alone()
-        elif peer.loaded:
-            self._logger.error("an HTTP worker ended and is replaced", extra={FIELDS: {"code": "http_worker_ended"}})
-            self._replacing = asyncio.ensure_future(self._start_one())
+        elif peer.loaded or self._state.stage == READY:  # once ready, the others go on whatever happens to one
+            self._logger.error(
+                "an HTTP worker ended and is replaced",
+                exc_info=peer.error,
+                extra={FIELDS: {"code": "http_worker_ended"}},
+            )
+            task = asyncio.ensure_future(self._replace(0.0 if peer.loaded else _RETRY_S))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
         elif not self._ended.done():
             self._ended.set_exception(
                 peer.error or RuntimeError("An HTTP worker ended as it started; see the log above.")
