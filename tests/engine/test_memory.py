@@ -239,6 +239,16 @@ def test_a_recorded_prefill_is_split_behind_its_first_layers_and_a_search_is_not
         np.testing.assert_array_equal(one.scores, other.scores)
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_only_what_is_recorded_takes_memory(parts, monkeypatch, recorded):
+    """Where nothing is, what others take meanwhile does not count."""
+    free = iter((10_000, 7_000))
+    engine, told = make_engine(parts, recorded=recorded), []
+    monkeypatch.setattr(engine._runtime, "memory", lambda: SimpleNamespace(free=next(free)))
+    assert engine.record_graphs(told.append) == (3_000 if recorded else 0)
+    assert bool(told) == recorded
+
+
 @pytest.mark.parametrize(
     ("limit", "expected"), [(1, (16,)), (16, (16,)), (17, (16, 32)), (64, (16, 32, 64)), (65, (16, 32, 64))]
 )

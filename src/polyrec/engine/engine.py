@@ -120,9 +120,16 @@ class Engine:
     def record_graphs(self, on_progress: Callable[[str], None] | None = None) -> int:
         """Records all graphs, where the platform records them, so that no request waits for one; tells what it has done.
         Returns the device memory that they took, in bytes."""
-        before = self._runtime.memory().free
-        self._runner.record_all(on_progress)
-        return max(before - self._runtime.memory().free, 0)
+        before, recorded = self._runtime.memory().free, list[str]()
+
+        def tell(what: str) -> None:
+            recorded.append(what)
+            if on_progress:
+                on_progress(what)
+
+        self._runner.record_all(tell)
+        # Where nothing is recorded, what is free differs all the same: it is the host's memory, which others use too.
+        return max(before - self._runtime.memory().free, 0) if recorded else 0
 
     def submit(self, request: SearchRequest, done: Done, deadline: float | None = None) -> None:
         """Queues a request; `done` is called by the `step` that finishes it.
