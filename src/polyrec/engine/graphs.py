@@ -94,7 +94,7 @@ class BatchInputs:
 class Stage:
     """Host memory that a batch's inputs are put together in. copied: passed when the device has them.
 
-    Each of torch's calls is 5 to 10 us of a lone request on a slow host; NumPy's views are made once.
+    NumPy's views are made once: made anew, they and the copy cost a lone request 0.35 ms on a slow host.
     """
 
     def __init__(self, runtime: Runtime, places: int, columns: int, num_tokens: int) -> None:

@@ -17,8 +17,8 @@ Update = Callable[..., None]
 
 BUCKET = 32 << 20  # numbers whose update takes a device longer than the host needs to launch the next one
 ALONE = 2 << 20  # from so many numbers on a parameter is updated by itself: joining gradients is a pass over them
-# Of a row that the update sees, where numbers make whole ones: a compiler that knows a row's length, however many there are,
-# reads and writes 16 bytes at a time. Of unknown lengths it took one number after another: 25 ms for 1.7 billion, H200.
+# Of a row that the update sees, where numbers make whole ones: then a compiler knows what their count is a multiple of.
+# Compiled for any length the update took 25 ms for 1.7 billion numbers on an H200, where a copy of as many bytes would take 9.
 ROW = 128
 
 
