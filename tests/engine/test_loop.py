@@ -294,8 +294,8 @@ def test_a_search_past_its_deadline_is_not_run(held):
 class Brings:
     """Searches that come from outside."""
 
-    def __init__(self, loop):
-        self.loop, self.told = loop, []
+    def __init__(self, loop, stays_awake=False):
+        self.loop, self.told, self.stays_awake = loop, [], stays_awake
         self.searches, self.woken, self.waits = [], threading.Event(), threading.Event()
 
     def wait(self, seconds, is_work_here, was_alone):
@@ -374,6 +374,42 @@ def test_before_it_works_a_loop_lets_others_read(recommender):
     for work in ("step", "call"):
         before = told[: told.index(work)]
         assert "leave" in before[len(before) - before[::-1].index("wait") :]
+
+
+@pytest.mark.parametrize(("stays_awake", "num"), [(True, 1), (True, 2), (False, 1)])
+def test_the_thread_does_not_sleep_while_the_device_works_for_one_request(recommender, monkeypatch, stays_awake, num):
+    loop, told = EngineLoop(recommender), []
+    outside = Brings(loop, stays_awake)
+    collect, step = loop._collect, recommender.engine.step
+
+    def awake(seconds, is_over):
+        told.append(("awake", seconds))
+        assert not is_over()
+
+    def collected(timeout):
+        if timeout is not None:
+            told.append(("asleep", timeout))
+        return collect(None)
+
+    def stepped(intake):
+        if recommender.engine.num_waiting:
+            intake(0.001)
+            monkeypatch.setattr("polyrec.engine.loop.ANSWER_S", 0)  # the time is over
+            intake(0.002)
+        return step()
+
+    monkeypatch.setattr("polyrec.engine.loop.stay_awake", awake)
+    monkeypatch.setattr(loop, "_collect", collected)
+    monkeypatch.setattr(recommender.engine, "step", stepped)
+    loop.attend(outside)
+    outside.searches = [recommender.prepare(ask(row)).search for row in range(1, num + 1)]
+    outside.wake()
+    loop.start()
+    while len([each for each in outside.told if isinstance(each, Future) and each.done()]) < num:
+        assert loop.is_alive
+    assert loop.drain(WAIT_S)
+    expected = [("awake", 0.001) if stays_awake and num == 1 else ("asleep", 0.001), ("asleep", 0.002)]
+    assert told == expected
 
 
 def test_the_engine_s_thread_works_on_the_process_s_device(recommender, monkeypatch):

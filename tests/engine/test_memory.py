@@ -413,6 +413,33 @@ def test_an_idle_device_is_given_half_and_the_other_half_behind_it(busy):
     assert device.launches == [4], "nobody waits for the first answers alone"
 
 
+def test_clients_that_ask_again_come_to_leave_no_place_empty(busy):
+    """One whom the device works for and three who come meanwhile, of searches recorded for 1, 2 and 4."""
+    engine, device = busy
+    limits = engine.config.limits.model_copy(update={"filling_rows": 40})
+    engine.config = engine.config.model_copy(update={"limits": limits})
+    engine._runner.places = (1, 2, 4)
+    idle = []
+
+    def ask():
+        engine.submit(some_request(), idle.append)
+
+    def intake(seconds):
+        device.wait(seconds)
+        while idle:
+            idle.pop()
+            ask()
+
+    for count in (1, 2):  # how long they take is known from now on
+        engine.run([some_request()] * count)
+    device.launches.clear()
+    ask()
+    idle[:] = [1] * 3
+    for _ in range(6):
+        engine.step(intake)
+    assert device.launches == [1, 2, 2, 2, 2, 2, 2]
+
+
 def test_an_intake_that_fails_gives_all_pages_back(busy):
     engine, device = busy
     free = engine.memory.prefixes.num_free

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrec.engine.scheduler import BatchLimits, Candidate, choose_batch
+from polyrec.engine.scheduler import WASTE, BatchLimits, Candidate, choose_batch, recorded_part
 
 CANDIDATES = st.lists(
     st.builds(Candidate, st.integers(0, 50), st.integers(1, 50), st.integers(0, 20), st.floats(0, 5)), max_size=20
@@ -174,3 +174,45 @@ def test_requests_without_pages_pass_one_that_waits_for_pages():
     waits, takes, takes_none = Candidate(10, 1, 50, 2.0), Candidate(20, 1, 1, 0.0), Candidate(15_000, 1, 0, 0.0)
     assert choose_batch([waits, takes, takes_none], limits, 49) == [2]
     assert choose_batch([waits, takes, takes_none], limits, 51) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "width", "expected"),
+    [
+        (5, 1001, 256, 4),  # 3 empty places of 8: a sixth of all rows
+        (6, 1001, 256, 4),
+        (7, 1001, 256, 7),  # one: less than a sixteenth
+        (8, 1001, 256, 8),
+        (3, 1001, 256, 3),  # two would not fill the device
+        (5, 2455, 50, 5),  # the prompts are nearly all of it
+        (33, 1001, 256, 33),  # more than any recorded search has: it is launched, with no empty place
+    ],
+)
+def test_requests_go_later_rather_than_that_places_are_empty(count, tokens, width, expected):
+    waiting = [Candidate(tokens, width, 1, 0.0)] * count
+    assert recorded_part(waiting, (1, 2, 4, 8, 16, 32), 2, 4096) == expected
+    assert recorded_part(waiting, (), 2, 4096) == count
+
+
+@given(
+    st.lists(st.builds(Candidate, st.integers(1, 3000), st.integers(1, 512), st.just(1), st.just(0.0)), min_size=1),
+    st.sets(st.integers(1, 40)).map(sorted),
+    st.integers(0, 3),
+    st.integers(1, 10_000),
+)
+def test_a_part_leaves_no_empty_place_and_fills_the_device(chosen, places, passes, filling_rows):
+    part = recorded_part(chosen, places, passes, filling_rows)
+    width = max(each.beam_width for each in chosen)
+    of_all = [place for place in places if place >= len(chosen)]
+    empty = (of_all[0] - len(chosen)) * passes * width if of_all else 0
+    rows = sum(each.num_tokens for each in chosen) + (of_all[0] * passes * width if of_all else 0)
+    if part < len(chosen):
+        assert part in places
+        assert not any(part < place < len(chosen) for place in places)
+        assert empty > WASTE * rows
+        assert sum(each.num_tokens for each in chosen[:part]) + part * passes * width >= filling_rows
+    else:
+        assert part == len(chosen)
+        below = max((place for place in places if place < part), default=0)
+        fills = sum(each.num_tokens for each in chosen[:below]) + below * passes * width >= filling_rows
+        assert empty <= WASTE * rows or not below or not fills

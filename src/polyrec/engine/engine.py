@@ -27,7 +27,7 @@ from .graphs import GraphSizes, up_to
 from .memory import PromptMemory
 from .pace import Pace
 from .runner import make_runner
-from .scheduler import BatchLimits, Candidate, choose_batch, first_part
+from .scheduler import BatchLimits, Candidate, choose_batch, first_part, recorded_part
 from .search import Searcher
 from .searches import SearchRequest, SearchResult
 
@@ -152,7 +152,7 @@ class Engine:
         self._drop_expired()
         current, self._in_flight, split = self._in_flight, None, False
         if current is None:
-            chosen = self._choose()
+            chosen = self._recorded_part(self._choose())
             first = chosen if intake is None or not self._overlaps else self._first_part(chosen)
             current, split = self._launch(first), len(first) < len(chosen)
         if current is None:
@@ -211,18 +211,23 @@ class Engine:
                 each.done(None)
 
     def _choose(self) -> list[int]:
-        """Which of those that wait make the next batch."""
+        """Which of those that wait may make the next batch."""
         now, prefixes = time.monotonic(), self.memory.prefixes
-        candidates = [
-            Candidate(
-                num_tokens=len(waiting.request.prompt) - waiting.num_cached,
-                beam_width=waiting.request.beam_width,
-                num_pages=prefixes.num_pages_needed(len(waiting.request.prompt) - waiting.num_cached),
-                waited=now - waiting.since,
-            )
-            for waiting in self._waiting
-        ]
+        candidates = [self._candidate(waiting, now) for waiting in self._waiting]
         return choose_batch(candidates, self.config.limits, prefixes.num_free + prefixes.num_evictable)
+
+    def _candidate(self, waiting: Waiting, now: float) -> Candidate:
+        num_tokens = len(waiting.request.prompt) - waiting.num_cached
+        num_pages = self.memory.prefixes.num_pages_needed(num_tokens)
+        return Candidate(num_tokens, waiting.request.beam_width, num_pages, now - waiting.since)
+
+    def _recorded_part(self, chosen: list[int]) -> list[int]:
+        """Those of the chosen that go now, so that few rows of recorded searches are nobody's."""
+        places, filling_rows = self._runner.places, self.config.limits.filling_rows
+        if len(chosen) <= 1 or not places:
+            return chosen
+        candidates = [self._candidate(self._waiting[index], 0.0) for index in chosen]
+        return chosen[: recorded_part(candidates, places, self.trie.depth - 1, filling_rows)]
 
     def _first_part(self, chosen: list[int]) -> list[int]:
         """Those that go first where the device idles and the others may be launched behind them."""
@@ -241,7 +246,7 @@ class Engine:
             full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
             is_time = due is not None and time.monotonic() >= due
             if chosen and (full or is_time or at_once):
-                self._in_flight = self._launch(chosen)
+                self._in_flight = self._launch(self._recorded_part(chosen))
                 return
             # A time that is told too late must not keep anyone waiting.
             if is_time or due is None or intake is None or current.finished.query():

@@ -186,6 +186,7 @@ class GraphRunner:
             backend.runtime,
             searcher.head_weight.device,
         )
+        self.places = sizes.requests
         self.num_batches = 0
         self.num_replays = 0
 

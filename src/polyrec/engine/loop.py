@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from ..core.awake import ANSWER_S, stay_awake
 from ..core.errors import PolyrecError, RequestError
 from ..core.request import Recommendation, RecommendRequest
 from .front import Prepared
@@ -32,6 +33,11 @@ class Asked:
 
 class Outside(Protocol):
     """Who brings searches from outside the process. All but `wake` is called by the loop's own thread."""
+
+    @property
+    def stays_awake(self) -> bool:
+        """Whether the thread may keep a core busy while the device works for one request only."""
+        ...
 
     def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
         """Queues what comes until there is work, or for `seconds`. was_alone: the last batch was one request."""
@@ -194,13 +200,21 @@ class EngineLoop:
             for asked in some:
                 engine.submit(asked.search, self._answer(asked.future), asked.deadline)
 
+        def intake(seconds: float) -> None:
+            awake = ANSWER_S - (time.perf_counter() - started)
+            if len(unanswered) == 1 and awake > 0 and (outside := self._outside) is not None and outside.stays_awake:
+                stay_awake(min(seconds, awake), lambda: not self._queue.empty())
+                submit(self._collect(None))
+            else:
+                submit(self._collect(seconds))
+
         with self.recommender.lock:
             try:
                 while waiting or unanswered:
                     self._run_calls()
                     started = time.perf_counter()
                     submit(waiting)
-                    if num_answered := engine.step(lambda timeout: submit(self._collect(timeout))):
+                    if num_answered := engine.step(intake):
                         self._stats["batches"] += 1
                         self._was_alone = num_answered == 1
                         if (outside := self._outside) is not None:

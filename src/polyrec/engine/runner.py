@@ -17,8 +17,10 @@ from .search import Searcher, SearchInputs, make_prompts
 
 
 class Runner(Protocol):
-    """num_batches, num_replays: batches run, and graphs replayed for them."""
+    """num_batches, num_replays: batches run, and graphs replayed for them. places: numbers of requests for which searches are
+    recorded, rising; none: a search has as many places as its batch has requests."""
 
+    places: tuple[int, ...]
     num_batches: int
     num_replays: int
 
@@ -49,6 +51,7 @@ class DirectRunner:
         self._backend = backend
         self._batch: Batch | None = None
         self._captured = None if backend.capabilities.captures else backend.graph.capture(self._search)
+        self.places: tuple[int, ...] = ()
         self.num_batches = 0
         self.num_replays = 0
 

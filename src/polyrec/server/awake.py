@@ -1,20 +1,11 @@
-"""An event loop that does not sleep for a moment. A core that slept for some milliseconds takes up to 0.2 ms to wake up, and
-then works at half its pace, since its caches are cold."""
+"""An event loop that does not sleep for a moment; `core.awake` says why."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 
-ANSWER_S = 0.05  # the longest wait for the engine's answer that is spent awake
-NEXT_S = 0.002  # after an answer: a client that asks again at once does so within this
-
-
-def give_way() -> None:
-    """Lets whoever else waits for this core have it."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
+from ..core.awake import give_way
 
 
 class Awake:

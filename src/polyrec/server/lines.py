@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .awake import NEXT_S, give_way
+from ..core.awake import NEXT_S, give_way
 from .channel import packed, sent_now, take_messages
 
 _AT_ONCE = 1 << 16  # bytes; for more, the memory of each read would be mapped and unmapped, 0.02 ms
@@ -99,10 +99,11 @@ class Line:
 
 
 class Lines:
-    """All lines of a process. stays_awake: whether the engine's thread may keep a core busy a moment after a lone request."""
+    """All lines of a process. stays_awake: whether the engine's thread may keep a core busy for a lone request, and a moment
+    after it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stays_awake: bool) -> None:
-        self._loop, self._stays_awake = loop, stays_awake
+        self._loop, self.stays_awake = loop, stays_awake
         self._lines: dict[int, tuple[Line, Callable[[], None]]] = {}
         # Two sets of the same sockets. Out of the one that the event loop watches, the engine's thread takes what there is to
         # read while it idles: else both would wake up.
@@ -140,7 +141,7 @@ class Lines:
         was_alone: the last batch was a lone request, and another may follow at once."""
         if not self._engine_reads:
             self._hand_over(True)
-            self._awake_until = time.monotonic() + NEXT_S if self._stays_awake and was_alone else 0.0
+            self._awake_until = time.monotonic() + NEXT_S if self.stays_awake and was_alone else 0.0
         if not is_work_here():  # from now on `wake` is heard
             found = self._engines.poll(0)
             while not found and time.monotonic() < self._awake_until:

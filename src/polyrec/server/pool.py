@@ -231,6 +231,11 @@ class WorkerPool:
 
     # What the engine's loop calls, as `engine.loop.Outside`.
 
+    @property
+    def stays_awake(self) -> bool:
+        """By the machine."""
+        return self._start.stays_awake
+
     def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
         """Takes workers' messages, in the engine's thread."""
         assert self._lines is not None

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from prometheus_client import Metric
 
+from ..core.awake import ANSWER_S, NEXT_S
 from ..core.errors import RequestError
-from .awake import ANSWER_S, NEXT_S, Awake
+from .awake import Awake
 from .channel import Answers, Ask, AskMetrics, Cancel, Channel, Profile, Status
 
 
