@@ -167,6 +167,24 @@ def test_windows_reach_into_the_cached_beginning(backend, window):
         check_prefill(backend, draw(backend, shapes, window=window))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shapes", "window"), [(FEW, None), (MIXED, None), (MIXED, 7), (LONG, None)])
+def test_the_last_row_of_each_prompt(backend, shapes, window, dtype):
+    """Apart from the others, whose keys and values are there: also of a prompt of one token, and of a place without any."""
+    case = draw(backend, shapes, dtype=dtype, window=window)
+    prefill(backend, case)
+    move, tolerance, last = backend.runtime.to_device, TOLERANCES[dtype], case.layout.last
+    plan = TritonAttention(case.needs, backend.ops).packed(case.layout.of_last, case.cache)
+    for layer, requests in enumerate(case.rows):
+        rows = [part.index_select(0, last) for part in packed_rows(case, layer, move)]
+        found = backend.runtime.to_host(plan.run_written(layer, *rows)).double()
+        for row, (query, key, value), (cached, new) in zip(found, requests, shapes, strict=True):
+            if new:
+                seen = within(window, list(range(cached + new)))
+                expected = attend(query[-1].double(), key[seen].double(), value[seen].double(), None)
+                torch.testing.assert_close(row, expected, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
 def test_soft_cap(backend):
     check_prefill(backend, draw(backend, FEW, soft_cap=1.5))
 

@@ -92,7 +92,7 @@ def test_the_least_work_is_counted_product_by_product(tmp_path, quantization):
     outputs = sum(sizes[0] for name, sizes in weight_shapes(config) if "layers" in name and len(sizes) == 2)
     stored = weights + 4 * outputs if fp8 else weights * bytes_each  # e4m3, and an fp32 scale an output
     causal = sum(query + 1 for query in range(tokens))
-    # After the last layer's attention only each prompt's last row goes on.
+    # In the last layer's attention, and after it, each prompt's last row alone.
     last = [
         (name, sizes) for name, sizes in weight_shapes(config) if f"layers.{layers - 1}." in name and len(sizes) == 2
     ]
@@ -102,7 +102,7 @@ def test_the_least_work_is_counted_product_by_product(tmp_path, quantization):
     assert prefill.rows == batch * tokens
     assert prefill.fp8_flops == (products if fp8 else 0)
     assert prefill.flops + prefill.fp8_flops == pytest.approx(
-        products + 4 * heads * layers * batch * causal + 2 * head * batch
+        products + 4 * heads * batch * ((layers - 1) * causal + tokens) + 2 * head * batch
     )
     assert prefill.bytes == pytest.approx(stored + head * bytes_each + kv * batch * tokens)
     for level, phase in ((1, first), (2, second)):

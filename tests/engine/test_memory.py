@@ -121,6 +121,24 @@ def test_what_is_cached_changes_no_answer(parts, seed, recorded):
     assert engine.memory.prefixes.num_used == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recorded", [False, True])
+def test_last_rows_that_attend_apart_change_no_answer(parts, seed, recorded, monkeypatch):
+    """As those of long prefills do, a prompt of one token among them."""
+    rng = np.random.default_rng(seed)
+    requests = [request(tokens) for tokens in [*users(rng, 10), np.zeros(0, int)]]
+    expected, plans = alone(parts, requests), []
+    searcher = engine_search.Searcher
+    plan_of_last = searcher._plan_of_last
+    monkeypatch.setattr(engine_search, "LAST_ROWS_FROM", 1)
+    monkeypatch.setattr(searcher, "_plan_of_last", lambda *given: plans.append(plan_of_last(*given)) or plans[-1])
+    expect_same(make_engine(parts, recorded).run(requests), expected)
+    assert plans
+    assert None not in plans
+    make_engine(parts, recorded, kv_cache_dtype="bf16").run(requests)
+    assert plans[-1] is None, "its pages hold other keys than the prefill's own"
+
+
 def test_a_returning_user_pays_for_what_is_new(parts):
     engine = make_engine(parts)
     tokens = np.random.default_rng(1).integers(0, LAYOUT.begin, 100)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from polyrec.attention.layout import packed_layout
 from polyrec.attention.sdpa import PackedPlan
 from polyrec.core.errors import CheckpointError
 from polyrec.hardware import get_hardware_backend
+from polyrec.hardware.base.attention import PageTable
 from polyrec.kvcache.pool import KVPool
 from polyrec.models import checkpoint
 from polyrec.models.qwen3 import SPEC, read_config
@@ -89,6 +92,11 @@ def test_rows_that_are_asked_for_are_those_of_the_whole(seed, tmp_path):
             found = ours(ids, layout.positions, plan, rows)
             assert found.shape == (len(rows), config.hidden_size)
             torch.testing.assert_close(found, whole[rows], rtol=1e-4, atol=1e-4)
+    pages = torch.nn.utils.rnn.pad_sequence(torch.arange(tokens).split(lengths.tolist()), True).int()
+    paged = dataclasses.replace(layout, table=PageTable(pages, 1, int(lengths.max())))
+    plans = PackedPlan(paged, pools[1], ops.kv), PackedPlan(paged.of_last, pools[1], ops.kv)
+    found = ours(ids, layout.positions, plans[0], layout.last, plans[1])
+    torch.testing.assert_close(found, whole[layout.last], rtol=1e-4, atol=1e-4)
     assert torch.equal(pools[1].keys, pools[0].keys), "every token's, of every layer"
     assert torch.equal(pools[1].values, pools[0].values)
     expected = torch.stack([theirs(part[None]).logits[0, -1] for part in ids.split(lengths.tolist())])

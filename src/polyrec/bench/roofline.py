@@ -1,8 +1,8 @@
 """The least work of a search, in floating-point operations and bytes, and the time that a device's ceilings allow for it.
 
 Counted: every product of the model, attention's products, the head; weights read once a phase, keys and values written once,
-the prompt's read once a pass and request. Of a prefill, what follows the last layer's attention counts for each prompt's last
-row alone, as it is computed. Activations are not counted: a perfect engine keeps them on the chip.
+the prompt's read once a pass and request. Of a prefill, the last layer's attention and what follows it count for each prompt's
+last row alone, as long prefills compute them. Activations are not counted: a perfect engine keeps them on the chip.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
     products = [weight for weight in matrices.values() if min(weight.shape) > 1]  # not a quantised one's scales
     ends = {weight.data_ptr() for module in model.after_attention for weight in module.parameters()}
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in matrices.values())
-    pair = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers  # flops a query and key
-    kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * head.element_size()
+    num_layers = config.num_hidden_layers
+    pair = 4 * config.num_attention_heads * config.head_dim  # flops a query and key of a layer
+    kv = 2 * config.num_key_value_heads * config.head_dim * num_layers * head.element_size()
 
     def product_work(rows: int, end_rows: int) -> tuple[float, float]:
         """Flops of the model's products, those of e4m3 ones apart. end_rows: of products after the last layer's attention."""
@@ -81,7 +82,7 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
         Phase(
             "prefill",
             batch * tokens,
-            plain + pair * batch * tokens * (tokens + 1) / 2 + flops,
+            plain + pair * batch * ((num_layers - 1) * tokens * (tokens + 1) / 2 + tokens) + flops,
             fp8,
             weight_bytes + kv * batch * tokens + read,
         )
@@ -94,7 +95,7 @@ def phases(model: Decoder, layout: SidLayout, tokens: int, n: int, batch: int) -
             Phase(
                 f"pass {level}",
                 rows,
-                plain + pair * rows * (tokens + level) + flops,
+                plain + pair * num_layers * rows * (tokens + level) + flops,
                 fp8,
                 weight_bytes + kv * batch * (tokens + n * (level - 1)) + read,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..hardware.base.attention import AttentionPlan
+from ..hardware.base.attention import AttentionPlan, WriteTarget
 from ..hardware.ops import PlatformOps
 from .choices import LayerChoices, decomposed
 from .linear import QuantizedRows, make_linear
@@ -15,7 +15,8 @@ class Attention(nn.Module):
     """x [T, D], or its quantised rows -> [T, D]: grouped-query attention with normalised queries and keys (Qwen3).
 
     layer: its number, which the plan asks for. In `forward`, angles: cos and sin fp32 [T, head_dim / 2]; rows: int64 [R],
-    those of attention's result that go through the output product -> [R, D]; None: all.
+    those that go through the output product -> [R, D]; None: all. rows_plan: by which these rows attend, to keys and values
+    that are kept by then; None: all rows attend.
     """
 
     def __init__(
@@ -53,20 +54,46 @@ class Attention(nn.Module):
         angles: tuple[Tensor, Tensor],
         plan: AttentionPlan,
         rows: Tensor | None = None,
+        rows_plan: AttentionPlan | None = None,
     ) -> Tensor:
-        mixed = self.mix(self.qkv_proj(x), angles, plan)
-        return self.o_proj(mixed if rows is None else mixed.index_select(0, rows))
+        product = self.qkv_proj(x)
+        if rows is None:
+            return self.o_proj(self.mix(product, angles, plan))
+        if rows_plan is None:
+            return self.o_proj(self.mix(product, angles, plan).index_select(0, rows))
+        return self.o_proj(self._mix_rows(product, angles, plan, rows, rows_plan))
 
     def mix(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         """What stands between the two products: norms, rotation and the plan. product [T, query | key | value] -> [T, ...]."""
+        target = plan.target(self.layer)
+        query, key, value = self._rotated(product, angles, target)
+        run = plan.run if target is None else plan.run_written
+        return run(self.layer, query, key, value)
+
+    def _mix_rows(
+        self,
+        product: Tensor,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        rows: Tensor,
+        rows_plan: AttentionPlan,
+    ) -> Tensor:
+        """`mix` of some rows, int64 [R] -> [R, ...]; all keys and values are kept."""
+        target = plan.target(self.layer)
+        assert target is not None, "rows that attend apart read what is kept"
+        query, key, value = (part.index_select(0, rows) for part in self._rotated(product, angles, target))
+        return rows_plan.run_written(self.layer, query, key, value)
+
+    def _rotated(
+        self, product: Tensor, angles: tuple[Tensor, Tensor], target: WriteTarget | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, D] and keys, normalised and rotated, and values [T, kv heads, D]; the latter two in `target`."""
         parts = product.split(self.qkv_proj.parts, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        norms, target = (self.q_norm.weight, self.k_norm.weight), plan.target(self.layer)
+        norms = self.q_norm.weight, self.k_norm.weight
         if target is None:
-            query, key = self._qk_norm_rotary(query, key, *norms, *angles, self.eps)
-            return plan.run(self.layer, query, key, value)
-        query, key = self._qk_norm_rotary_store(query, key, value, *norms, *angles, self.eps, *target)
-        return plan.run_written(self.layer, query, key, value)
+            return *self._qk_norm_rotary(query, key, *norms, *angles, self.eps), value
+        return *self._qk_norm_rotary_store(query, key, value, *norms, *angles, self.eps, *target), value
 
 
 class HeadNorm(nn.Module):

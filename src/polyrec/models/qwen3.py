@@ -108,10 +108,11 @@ class DecoderLayer(nn.Module):
         angles: tuple[Tensor, Tensor],
         plan: AttentionPlan,
         rows: Tensor | None = None,
+        rows_plan: AttentionPlan | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """rows: int64 [R], those that go on after attention; None: all."""
+        """rows: int64 [R], those that go on after attention; None: all. rows_plan: as in `Attention`."""
         normed, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(normed, angles, plan, rows)
+        hidden = self.self_attn(normed, angles, plan, rows, rows_plan)
         if rows is not None:
             residual = residual.index_select(0, rows)
         normed, residual = self.post_attention_layernorm(hidden, residual)
@@ -155,7 +156,14 @@ class Qwen3(Decoder):
         last = cast(DecoderLayer, self.layers[-1])
         return last.self_attn.o_proj, last.post_attention_layernorm, last.mlp, self.norm
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
+        rows_plan: AttentionPlan | None = None,
+    ) -> Tensor:
         """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, int64 [R], [R, D]."""
         angles = self.rotary(positions)
         hidden, residual = self.embed_tokens(token_ids), None
@@ -163,7 +171,7 @@ class Qwen3(Decoder):
         for layer in others:
             hidden, residual = layer(hidden, residual, angles, plan)
         # Without rows the last layer is called as the others are, so that one compiled or fused function serves all.
-        hidden, residual = last(hidden, residual, angles, plan, *(() if rows is None else (rows,)))
+        hidden, residual = last(hidden, residual, angles, plan, *(() if rows is None else (rows, rows_plan)))
         return self.norm(hidden, residual)[0]
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -62,11 +62,20 @@ class Decoder(nn.Module):
         """What follows the last layer's attention: `forward` runs it for the rows that are asked for."""
         raise NotImplementedError
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
+        rows_plan: AttentionPlan | None = None,
+    ) -> Tensor:
         """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, [R, D].
 
         rows: int64 [R] on the device, any of them as often as one likes; not while layers are trained in another form. All
         tokens' keys and values reach the plan, and what follows the last layer's attention is computed for these rows alone.
+        rows_plan: of these rows, by which they attend in the last layer, where the plan keeps keys and values; None: all rows
+        attend there.
         """
         raise NotImplementedError
 

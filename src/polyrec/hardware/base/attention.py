@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -141,6 +141,14 @@ class PackedLayout:
     def last(self) -> Tensor:
         """int64 [R], each sequence's last row; row 0 for a place without a sequence."""
         return (self.starts + self.lengths - 1).clamp_min(0)
+
+    @cached_property
+    def of_last(self) -> PackedLayout:
+        """The layout of the rows `last`, each a sequence of its own of whose prompt all before it is in the cache."""
+        assert self.table is not None, "only a table says where prompts lie"
+        before = (self.prompt_lengths - 1).clamp_min(0)
+        table = replace(self.table, cached=before, host_pages=None, host_cached=None)
+        return PackedLayout(torch.ones_like(self.lengths), 1, len(self.lengths), table=table)
 
     @cached_property
     def positions(self) -> Tensor:
