@@ -133,3 +133,14 @@ def test_another_catalog_is_refused(folder, front):
 def test_it_loads_no_torch():
     code = "import sys; import polyrec.engine.front; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("max_prompt_tokens", [5, 40, 1000])
+def test_a_sample_is_prepared_and_finished(front, max_prompt_tokens):
+    """Whatever the model takes."""
+    facts = EngineFacts("level", max_prompt_tokens, 10_000, NUM_ITEMS)
+    other = Front(front.catalog, front.layout, "basket", PromptConfig(max_items=1000, basket_token=False), facts)
+    history, n, found = other.sample()
+    prepared = other.prepare(RecommendRequest(history=history, n=n))
+    assert not prepared.unknown
+    assert len(other.finish(prepared, found).items) == n == len(found.leaves)

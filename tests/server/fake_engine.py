@@ -56,6 +56,9 @@ class FakeFront:
     def finish(self, prepared: FakePrepared, found: Recommendation) -> Recommendation:
         return found
 
+    def sample(self) -> tuple[list[str], int, Recommendation]:
+        return ["i0", "i1"], 1, Recommendation((RecommendedItem("i2", -1.0, "<s_a_0>"),), "level")
+
 
 class FakeLoop:
     """One thread, a bounded queue, futures that can be cancelled while they wait."""

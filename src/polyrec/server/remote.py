@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +17,16 @@ from ..core.errors import RequestError
 from .awake import Awake
 from .channel import Answers, Ask, AskMetrics, Cancel, Channel, Profile, Status
 
+_REHEARSE_S = 0.001  # between two rehearsals: in some milliseconds a core's caches lose what it did before
+
 
 class RemoteLoop:
     """`EngineLoop`'s surface. Used by the event loop's thread alone. awake: what keeps that thread from sleeping while it waits
-    for one answer only; None: nothing."""
+    for one answer only; None: nothing. rehearse: called again and again meanwhile, see `rehearsal`."""
 
     def __init__(self, awake: Awake | None = None) -> None:
         self._awake = awake
+        self.rehearse: Callable[[], None] | None = None
         self.status = Status("starting", False, 0, {})
         self._channel: Channel | None = None
         self._numbers = itertools.count()
@@ -94,7 +98,18 @@ class RemoteLoop:
         self._channel.send(message(number))
         if self._awake is not None:  # of several, one finds the others' caches warm, and the core is wanted for work
             self._awake.stay(ANSWER_S if len(self._asked) == 1 else 0.0)
+            self._rehearse_later(number, time.monotonic() + ANSWER_S)
         return future
+
+    def _rehearse_later(self, number: int, until: float) -> None:
+        if self.rehearse is not None and len(self._asked) == 1:
+            asyncio.get_running_loop().call_later(_REHEARSE_S, self._rehearse, number, until)
+
+    def _rehearse(self, number: int, until: float) -> None:
+        """While that answer is all that is waited for, and until then at most."""
+        if self.rehearse is not None and self._asked.keys() == {number} and time.monotonic() < until:
+            self.rehearse()
+            self._rehearse_later(number, until)
 
     def _forget(self, number: int, future: asyncio.Future[Any]) -> None:
         del self._asked[number]

@@ -35,6 +35,9 @@ class Front(Protocol):
     def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
         """The answer."""
 
+    def sample(self) -> tuple[Sequence[str], int, SearchResult]:
+        """A history of ids, an n, and what a search could find for them."""
+
 
 class Loop(Protocol):
     """The part of engine.loop.EngineLoop that the server uses."""

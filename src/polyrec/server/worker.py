@@ -24,6 +24,7 @@ from .chat import ChatPrompt, load_template
 from .http import uvicorn_config
 from .logs import configure_logs
 from .metrics import ServerMetrics
+from .rehearsal import Rehearsal
 from .remote import RemoteLoop, RemoteProfile
 from .settings import ServerSettings
 from .state import READY, Front, ServerState, Service
@@ -122,6 +123,8 @@ class Worker(uvicorn.Server):
             self.should_exit = True
             return
         self._service = Service(self._engine, front, layout, chat, profile)
+        if self._start.stays_awake:
+            self._engine.rehearse = Rehearsal(front)
         # What is loaded stays: the collector need not look through it again and again, 30 ms each time.
         gc.collect()
         gc.freeze()
