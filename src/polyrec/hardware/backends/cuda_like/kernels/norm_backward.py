@@ -1,7 +1,7 @@
 """The backward pass of RMSNorm in one pass over the rows, with the residual stream's gradient and the normed rows again.
 
-A program takes every so many-th tile of rows and sums its part of the weight's gradient in registers. The parts are summed
-afterwards, in a fixed order: two runs give the same bits.
+A program takes every so many-th tile of rows, while the next ones' values are on their way, and sums its part of the weight's
+gradient in registers. The parts are summed afterwards, in a fixed order: two runs give the same bits.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import store
-from .rows import tile
+from .rows import stages, tile
 
 # 4 for each of an H200's 132 processors, which their registers let run at once: more would come in two waves.
 PROGRAMS = 512
+STAGES = 3  # one less than the tiles whose values a program has or waits for; 1: it asks for no tile before its turn
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -38,13 +39,14 @@ def _rms_norm_backward(
     ROWS: tl.constexpr,
     TOTAL: tl.constexpr,
     AGAIN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, COLUMNS)
-    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    part = tl.zeros([COLUMNS], tl.float32)
-    for step in range(steps):
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+    part = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
         row = (step * programs + program) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < SIZE)[None, :]
         row = row.to(tl.int64)
@@ -53,18 +55,22 @@ def _rms_norm_backward(
         own = own.to(tl.float32)
         if TOTAL:  # asked for before the sums, which wait for all of a row
             stream = tl.load(by_total + (row * total_stride)[:, None] + column[None, :], mask=inside, other=0.0)
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
+        pulled = own * gain
+        # Neither sum waits for the other: what the norm divides by comes in behind both.
+        square, pull = tl.sum(value * value, 1), tl.sum(pulled * value, 1)
+        inverse = tl.rsqrt(square / SIZE + eps)
+        slope = (pull / SIZE * inverse * inverse)[:, None]
+        inverse = inverse[:, None]
         unit = value * inverse
-        pulled = own * gain[None, :]
-        gradient = (pulled - unit * (tl.sum(pulled * unit, 1) / SIZE)[:, None]) * inverse
+        gradient = (pulled - value * slope) * inverse
         if TOTAL:
             gradient += stream.to(tl.float32)
         place = (row * SIZE)[:, None] + column[None, :]
         store(x_gradient + place, gradient, inside)
         if AGAIN:
-            store(normed + place, unit * gain[None, :], inside)
-        part += tl.sum(own * unit, 0)
-    tl.store(weight_gradient + program * SIZE + column, part, mask=column < SIZE)
+            store(normed + place, unit * gain, inside)
+        part += own * unit
+    tl.store(weight_gradient + program * SIZE + column, tl.sum(part, 0), mask=column < SIZE)
 
 
 def rms_norm_backward(
@@ -81,6 +87,7 @@ def rms_norm_backward(
     x_gradient = x.new_empty((rows, size))
     parts = x.new_empty((programs, size), dtype=torch.float32)
     normed = x.new_empty((rows, size)) if again else None
+    step_bytes = columns * rows_each * x.element_size() * (2 if by_total is None else 3)
     _rms_norm_backward[(programs,)](
         x,
         weight,
@@ -100,6 +107,7 @@ def rms_norm_backward(
         ROWS=rows_each,
         TOTAL=by_total is not None,
         AGAIN=again,
+        STAGES=stages(STAGES, step_bytes),
         num_warps=warps,
     )
     return x_gradient, parts.sum(0).to(weight.dtype), normed

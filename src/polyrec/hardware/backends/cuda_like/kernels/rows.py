@@ -7,6 +7,8 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
+BUFFERS = 48 << 10  # of shared memory, which every device has, and an H200 for each of four programs
+
 
 class Rows(NamedTuple):
     """Row r begins at (r // inner) · outer_stride + (r % inner) · inner_stride of the tensor; its values follow each other."""
@@ -37,3 +39,8 @@ def tile(size: int, values: int = 1024) -> tuple[int, int, int]:
     columns = triton.next_power_of_2(size)
     rows = max(values // columns, 1)
     return columns, rows, min(max(columns * rows // 512, 1), 16)
+
+
+def stages(wanted: int, size: int) -> int:
+    """Stages of a loop whose steps read `size` bytes each: as many as wanted, or 1 where buffers for all but one do not fit."""
+    return wanted if (wanted - 1) * size <= BUFFERS else 1
