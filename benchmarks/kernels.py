@@ -146,7 +146,7 @@ def operations(rows: int) -> Iterator[tuple[str, Callable[[], tuple[Call, Any, i
     yield "qk_norm_rotary_store e4m3", lambda: rotary(rows, norm=True, cache=FP8)
     yield "silu_and_mul backward", lambda: swiglu_backward(rows)
     yield "add_rms_norm backward", lambda: norm_backward(rows)
-    yield "qk_norm_rotary backward", lambda: rotary_backward(rows)
+    yield "qkv_norm_rotary backward", lambda: rotary_backward(rows)
     yield "kv.write", lambda: write(rows)
     yield "kv.copy_pages", lambda: copy_pages(rows)
     for name, (outputs, inputs) in PRODUCTS.items():
@@ -221,23 +221,25 @@ def norm_backward(rows: int) -> tuple[Call, Any, int, int]:
 
 
 def rotary_backward(rows: int) -> tuple[Call, Any, int, int]:
-    """On parts of one product."""
-    product = normal(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM).unflatten(1, (-1, HEAD_DIM))
-    parts = product.split((HEADS, KV_HEADS, KV_HEADS), 1)[:2]
-    slopes, weights = [normal(*part.shape) for part in parts], [normal(HEAD_DIM), normal(HEAD_DIM)]
+    """On parts of one product, whose gradient is written whole: that of v is copied."""
+    counts = (HEADS, KV_HEADS, KV_HEADS)
+    product = normal(rows, sum(counts) * HEAD_DIM).unflatten(1, (-1, HEAD_DIM))
+    parts, slopes = product.split(counts, 1)[:2], tuple(normal(rows, count, HEAD_DIM) for count in counts)
+    weights = normal(HEAD_DIM), normal(HEAD_DIM)
     cos, sin = (torch.rand(rows, HEAD_DIM // 2, device="cuda") for _ in range(2))
 
     def call(ops: PlatformOps) -> Any:
         if ops is not REFERENCE_OPS:
-            return rotate_backward(*parts, (weights[0], weights[1]), cos, sin, 1e-6, (slopes[0], slopes[1]))
+            gradient = torch.empty_like(product)
+            return gradient, *rotate_backward(*parts, weights, cos, sin, 1e-6, slopes, gradient.split(counts, 1))
         turned = ops.rope.rotary(slopes[0].float(), slopes[1].float(), cos, -sin)
         found = [
             by_hand(part.float(), own, weight.float()) for part, own, weight in zip(parts, turned, weights, strict=True)
         ]
-        gradients = [gradient.to(product.dtype) for gradient, _, _ in found]
-        return *gradients, *(by_weight.sum((0, 1)).to(product.dtype) for _, by_weight, _ in found)
+        gradient = torch.cat([*(gradient.to(product.dtype) for gradient, _, _ in found), slopes[2]], 1)
+        return gradient, *(by_weight.sum((0, 1)).to(product.dtype) for _, by_weight, _ in found)
 
-    return call, (product, slopes), size(*parts, *slopes, *weights, cos, sin, *parts, *weights), 0
+    return call, (product, slopes), size(*parts, *slopes, *weights, cos, sin, product, *weights), 0
 
 
 def by_hand(x: Tensor, slope: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,6 +77,8 @@ def with_origins(**origins):
         ({"silu_and_mul_mm": "plugin"}, True),
         ({"add_rms_norm_mm": "reference"}, False),
         ({"silu_and_mul_mm": "decomposed"}, False),
+        ({"qkv_norm_rotary": "reference"}, False),
+        ({"qk_norm_rotary": "plugin"}, False),
         ({"mm": "plugin"}, False),
         ({"silu_and_mul": "plugin"}, False),
         ({"rotary": "plugin"}, True),
@@ -162,8 +164,8 @@ def test_fused_layers_attend_once_and_turn_queries_twice(monkeypatch):
     prepare_layers(model, "fused", checkpointed=0)
     turned = []
     for layer in model.layers:
-        op = layer.self_attn._qk_norm_rotary
-        layer.self_attn._qk_norm_rotary = lambda *arguments, op=op: turned.append(1) or op(*arguments)
+        op = layer.self_attn._qkv_norm_rotary
+        layer.self_attn._qkv_norm_rotary = lambda *arguments, op=op: turned.append(1) or op(*arguments)
     with Executed() as executed:
         loss_and_gradients(model)
     assert executed.count("_scaled_dot_product_flash_attention_for_cpu") == 2

@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self._qk_norm_rotary_store = (
             ops.rope.qk_norm_rotary_store if fused else decomposed(ops, "rope.qk_norm_rotary_store")
         )
+        self._qkv_norm_rotary = ops.rope.qkv_norm_rotary
 
     def forward(
         self,
@@ -69,6 +70,12 @@ class Attention(nn.Module):
         query, key, value = self._rotated(product, angles, target)
         run = plan.run if target is None else plan.run_written
         return run(self.layer, query, key, value)
+
+    def mix_whole(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        """For training: `mix` where nothing is kept, through the operation whose product's gradient comes in one piece."""
+        assert plan.target(self.layer) is None, "what is kept has no gradient"
+        norms, kv_heads = (self.q_norm.weight, self.k_norm.weight), self.qkv_proj.parts[1] // self.head_dim
+        return plan.run(self.layer, *self._qkv_norm_rotary(product, *norms, *angles, self.eps, kv_heads))
 
     def _mix_rows(
         self,

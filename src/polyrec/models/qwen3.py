@@ -121,9 +121,10 @@ class DecoderLayer(nn.Module):
     def forward_fused(
         self, hidden: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """`forward` for training, through operations that keep neither normed rows nor activations for the backward pass."""
+        """`forward` for training, through operations that keep neither normed rows nor activations for the backward pass, and
+        that join no gradients there."""
         product, residual = self.input_layernorm.project(hidden, residual, self.self_attn.qkv_proj)
-        hidden = self.self_attn.o_proj(self.self_attn.mix(product, angles, plan))
+        hidden = self.self_attn.o_proj(self.self_attn.mix_whole(product, angles, plan))
         product, residual = self.post_attention_layernorm.project(hidden, residual, self.mlp.gate_up_proj)
         return self.mlp.project(product), residual
 

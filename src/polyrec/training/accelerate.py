@@ -26,7 +26,7 @@ LayerForm = Literal["plain", "fused", "compiled"]
 # Below this a step waits for the host's launches, not for arithmetic: neither bf16 nor a compiled layer is worth its start.
 LARGE = 100_000_000
 # What fused layers call, and torch's attention, whose results they keep while all that leads to it is made again.
-FUSED = ("norm.add_rms_norm_mm", "act.silu_and_mul_mm")
+FUSED = ("norm.add_rms_norm_mm", "act.silu_and_mul_mm", "rope.qkv_norm_rotary")
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 # Of what a compiled layer would keep for its backward pass where only time counted. At this share norms, rotation, SwiGLU and
 # attention's forward pass are computed again, and no product of weights is.
@@ -93,19 +93,17 @@ def prepare_layers(model: Decoder, form: LayerForm, *, checkpointed: int) -> Non
         if form != "plain":
             _replace_forward(layer, run)
         if form == "fused":
-            layer.self_attn.mix = _keeping_attention(layer.self_attn.mix)
+            layer.self_attn.mix_whole = _keeping_attention(layer.self_attn.mix_whole)
 
 
 def _keeping_attention(mix: Callable[..., Any]) -> Callable[..., Any]:
-    """mix: product, angles, plan -> attention's result. Of what it computes, only that is kept: normed and turned queries and
+    """mix: as `Attention.mix_whole`. Of what it computes, only that is kept: normed and turned queries and
     keys are one cheap kernel, and would be a seventh of a layer's memory."""
     names = [f"_scaled_dot_product_{name}" for name in ATTENTION]
     kept = [getattr(torch.ops.aten, name).default for name in names]
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
 
     def run(*arguments: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return mix(*arguments)
         # No random numbers are drawn; to keep the generator's state would wait for the device.
         return checkpoint(mix, *arguments, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
 

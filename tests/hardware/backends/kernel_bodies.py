@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from beam_bodies import beam_tests
+from conversions import converted
 from e4m3 import VALUES, decode
 
 from polyrec.hardware.backends.cpu import CpuBackend
@@ -38,20 +39,6 @@ SHAPES = [(1000, 64), (3, 100), (1, 128), (3, 2048), (1, 6144), (3, 10000)]
 SHAPES += [] if INTERPRETED else [(1000, 100), (1000, 128), (1000, 2048), (1000, 6144), (5000, 2048)]
 OPS = cuda_like_ops(triton=True, fp8=True)
 PACKAGE = "polyrec.hardware.backends.cuda_like.kernels."
-BY_TORCH = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8e4nv": FP8,
-}
-
-
-def converted(values, source, target, rounding):
-    """What stands in for the interpreter's conversion, which loses a carry into the exponent (1.97 becomes 1 in e4m3)."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).view(BY_TORCH[str(source)]).to(BY_TORCH[str(target)])
-    bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[tensor.element_size()]
-    return tensor.view(bits).numpy()
 
 
 def checking(executor):
@@ -187,6 +174,7 @@ def test_these_are_all_kernels():
         ),
         *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8", "silu_and_mul_mm")),
         *(f"rope.{name}" for name in ("rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
+        "rope.qkv_norm_rotary",
         *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "scaled_mm", "block_scaled_mm")),
         *(f"kv.{name}" for name in ("write", "copy_pages")),
         *(f"search.{name}" for name in ("beam_step", "restricted_log_softmax")),
@@ -546,19 +534,50 @@ def test_gradient_of_rms_norm(device, dtype, stream, rows, size, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(5, 4, 2, 64), (7, 3, 1, 24), (1, 16, 8, 128)])
-def test_gradient_of_norms_and_rotation(device, dtype, tokens, heads, kv_heads, dim, monkeypatch):
+def test_gradient_of_norms_and_rotation(device, dtype, value, tokens, heads, kv_heads, dim, monkeypatch):
+    """value: a third gradient is copied. What stands around the outs' parts of wider rows stays."""
     monkeypatch.setattr(importlib.import_module(PACKAGE + "rotary_backward"), "PROGRAMS", 2)
     draw = Random(device, dtype)
     q, k = draw(tokens, heads, dim, scale=2, view=True), draw(tokens, kv_heads, dim, scale=2, view=True)
     weights = draw(dim), draw(dim)
-    slopes = draw(tokens, heads, dim, view=True), draw(tokens, kv_heads, dim, view=True)
+    slopes = tuple(draw(tokens, count, dim, view=True) for count in (heads, kv_heads, kv_heads)[: 2 + value])
+    wide = draw(tokens, sum(slope.shape[1] for slope in slopes) + 1, dim)
+    before, outs = wide.clone(), wide[:, :-1].split([slope.shape[1] for slope in slopes], 1)
     cos, sin = draw.angles(tokens, dim // 2)
-    found = kernels("rotary_backward").rotate_backward(q, k, weights, cos, sin, 1e-5, slopes)
-    wide = cos.cpu().double(), sin.cpu().double()
-    reference = lambda *inputs: reference_rope.qk_norm_rotary(*inputs, *wide, 1e-5)  # noqa: E731
-    for one, expected in zip(found, pulled(reference, q, k, *weights, slopes), strict=True):
-        near_whole(one, expected)
+    by_weights = kernels("rotary_backward").rotate_backward(q, k, weights, cos, sin, 1e-5, slopes, outs)
+    angles = cos.cpu().double(), sin.cpu().double()
+    reference = lambda *inputs: reference_rope.qk_norm_rotary(*inputs, *angles, 1e-5)  # noqa: E731
+    expected = pulled(reference, q, k, *weights, slopes[:2])
+    for one, wanted in zip((*outs[:2], *by_weights), expected, strict=True):
+        near_whole(one, wanted)
+    assert not value or torch.equal(outs[2], slopes[2])
+    assert torch.equal(wide[:, -1], before[:, -1])
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize("asked", [(0, 1, 2), (0, 1), (2,), (1, 2)], ids=str)
+def test_gradient_of_a_product_is_written_whole(device, dtype, asked):
+    """asked: which of q, k and v went on; what did not gets zeros."""
+    tokens, heads, kv_heads, dim = 5, 4, 2, 32
+    draw = Random(device, dtype)
+    product, weights = draw(tokens, (heads + 2 * kv_heads) * dim, scale=2), (draw(dim), draw(dim))
+    slopes = [draw(tokens, count, dim) * (part in asked) for part, count in enumerate((heads, kv_heads, kv_heads))]
+    cos, sin = draw.angles(tokens, dim // 2)
+    angles = cos.cpu().double(), sin.cpu().double()
+    reference = lambda *inputs: reference_rope.qkv_norm_rotary(*inputs, *angles, 1e-5, kv_heads)  # noqa: E731
+    expected = pulled(reference, product, *weights, slopes)
+    leaves = [one.requires_grad_() for one in (product, *weights)]
+    found = OPS.rope.qkv_norm_rotary(*leaves, cos, sin, 1e-5, kv_heads)
+    assert found[2].data_ptr() == product.data_ptr() + (heads + kv_heads) * dim * product.element_size(), "no copy of v"
+    assert len({part.grad_fn for part in found}) == 1, "nothing joins gradients"
+    pull = sum((found[part].double() * slopes[part].double()).sum() for part in asked)
+    for one, wanted in zip(torch.autograd.grad(pull, leaves), expected, strict=True):
+        near_whole(one, wanted)
+    plain = OPS.rope.qk_norm_rotary(*(part.detach() for part in reference_rope.parts_of(product, dim, kv_heads)[:2]),
+                                    *(weight.detach() for weight in weights), cos, sin, 1e-5)  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=False)), "bit for bit"
 
 
 def test_gradients_of_no_rows(device):

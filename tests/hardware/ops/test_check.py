@@ -340,6 +340,10 @@ def route_without_weights(router_logits, top_k, renormalize):
     return torch.full_like(weights, 1 / top_k), experts
 
 
+def rotates_nothing(product, q_weight, k_weight, cos, sin, eps, kv_heads):
+    return (q_weight, *reference("rope.qkv_norm_rotary")(product, q_weight, k_weight, cos, sin, eps, kv_heads)[1:])
+
+
 OTHER_FAULTS = [
     ("kv.write", write_all_but_the_last, {"value"}),
     ("kv.write", write_one_row_too_many, {"value"}),
@@ -347,6 +351,7 @@ OTHER_FAULTS = [
     ("search.beam_step", other_parents, {"value"}),
     ("search.beam_step", writes_the_trie, {"argument_written"}),
     ("search.beam_step", returns_the_beams, {"shape", "aliasing"}),
+    ("rope.qkv_norm_rotary", rotates_nothing, {"shape", "aliasing"}),
     ("linear.quantize_fp8", forgets_the_scale, {"value"}),
     ("linear.quantize_fp8", doubles_the_scale, {"value"}),
     ("linear.quantize_fp8", quantizes_with_one_bit_less, {"value"}),
@@ -362,6 +367,23 @@ def test_a_fault_in_another_kind_of_operation_is_found(field, function, expected
     not_captured = op_claims(graph_safe=False)(function)
     for dtype in SPECS[field].dtypes:
         assert kinds(check(field, not_captured, dtypes=(dtype,))) == expected
+
+
+def test_a_result_may_be_a_view_of_what_the_specification_names():
+    field, view = "rope.qkv_norm_rotary", SPECS["rope.qkv_norm_rotary"]
+    assert view.views == ("product",)
+    assert check(field, view.reference) == []
+    faults = check_op(
+        field,
+        replace(view, views=()),
+        view.reference,
+        runtime=CPU.runtime,
+        graph=CPU.graph,
+        dtypes=FLOATS,
+        train=True,
+        level="full",
+    )
+    assert kinds(faults) == {"aliasing"}
 
 
 @pytest.mark.parametrize("field", SPECS)

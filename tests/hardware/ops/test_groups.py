@@ -17,7 +17,7 @@ FIELDS = [(group, name) for group, cls in op_groups().items() for name in group_
 WANTED = {
     "norm": "rms_norm add_rms_norm add_rms_norm_mm layer_norm rms_norm_fp8 add_rms_norm_fp8",
     "act": "silu_and_mul gelu_and_mul silu_and_mul_mm silu_and_mul_fp8",
-    "rope": "rotary qk_norm_rotary rotary_store qk_norm_rotary_store",
+    "rope": "rotary qk_norm_rotary qkv_norm_rotary rotary_store qk_norm_rotary_store",
     "linear": "mm quantize_fp8 quantize_fp8_blocks scaled_mm block_scaled_mm grouped_mm",
     "kv": "write copy_pages",
     "search": "beam_step constrained_topk restricted_log_softmax",
@@ -53,7 +53,7 @@ def test_a_fields_reference_is_the_function_of_its_name(group, name):
 def test_a_specification_names_real_arguments_and_fields(group, name):
     spec = group_specs(op_groups()[group])[name]
     parameters = set(inspect.signature(spec.reference).parameters)
-    assert {*spec.writes, *spec.strided, *spec.constants} <= parameters
+    assert {*spec.writes, *spec.views, *spec.strided, *spec.constants} <= parameters
     assert {tuple(need.split(".")) for need in spec.needs} <= set(FIELDS)
     if spec.decompose:
         made = spec.decompose(lambda field: lambda *args: None)

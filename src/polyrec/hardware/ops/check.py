@@ -148,7 +148,7 @@ class _Check:
             self._runtime.synchronize()
         yield from self._compare(found, expected, arguments, case)
         yield from self._compare_memory(memory, before)
-        yield from _aliases(found, arguments)
+        yield from _aliases(found, {name: arguments[name] for name in self._names if name not in self._spec.views})
 
     def _compare(self, found: Any, expected: _Expected, arguments: dict[str, Any], case: Case) -> Iterator[Finding]:
         common = self._limits, self._dtype, self._runtime.device.type

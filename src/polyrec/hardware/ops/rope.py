@@ -11,9 +11,10 @@ from torch import Tensor
 from . import kv
 from .draw import Draw
 from .norm import rms_norm
-from .spec import INFER, Case, Lookup, op, reference_group
+from .spec import INFER, TRAIN, Case, Lookup, op, reference_group
 
 Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -32,6 +33,24 @@ def qk_norm_rotary(
 ) -> Pair:
     """RMSNorm over the D of each head of q [T, H, D] and k [T, KV, D] with weights [D], then `rotary` (Qwen3)."""
     return rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
+
+
+def parts_of(product: Tensor, dim: int, kv_heads: int) -> Triple:
+    """product [T, (H + 2 KV) · D] -> q [T, H, D], k and v [T, KV, D]: views."""
+    heads = product.unflatten(-1, (-1, dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    return q, k, v
+
+
+def qkv_norm_rotary(
+    product: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, kv_heads: int
+) -> Triple:
+    """The QKV product [T, (H + 2 KV) · D] cut into q, k and v; the first two through `qk_norm_rotary`, v a view.
+
+    For training: whoever cuts the product can write its gradient whole, where autograd joins those of three parts.
+    """
+    q, k, v = parts_of(product, q_weight.shape[0], kv_heads)
+    return *qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps), v
 
 
 def rotary_store(
@@ -87,6 +106,13 @@ def _qk_norm_rotary_cases(draw: Draw) -> Iterator[Case]:
         yield {**case, **weights, "eps": 1e-6}
 
 
+def _product_cases(draw: Draw) -> Iterator[Case]:
+    for case in _qk_norm_rotary_cases(draw):
+        rows, kv_heads, dim = case["k"].shape
+        width = case.pop("q").shape[1] + 2 * case.pop("k").shape[1]
+        yield {**case, "product": draw.normal(rows, width * dim), "kv_heads": kv_heads}
+
+
 def _with_caches(cases: Callable[[Draw], Iterator[Case]]) -> Callable[[Draw], Iterator[Case]]:
     def cases_with_caches(draw: Draw) -> Iterator[Case]:
         for case in cases(draw):
@@ -106,6 +132,18 @@ def _decompose_qk_norm_rotary(op: Lookup) -> Callable[..., Pair]:
         return rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
 
     return norm_then_rotate
+
+
+def _decompose_qkv_norm_rotary(op: Lookup) -> Callable[..., Triple]:
+    qk_norm_rotary = op("rope.qk_norm_rotary")
+
+    def cut_then_norm_and_rotate(
+        product: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, kv_heads: int
+    ) -> Triple:
+        q, k, v = parts_of(product, q_weight.shape[0], kv_heads)
+        return *qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps), v
+
+    return cut_then_norm_and_rotate
 
 
 def _decompose_rotary_store(op: Lookup) -> Callable[..., Pair]:
@@ -173,6 +211,19 @@ class RopeOps:
             needs=("norm.rms_norm", "rope.rotary"),
             decompose=_decompose_qk_norm_rotary,
             strided=("q", "k"),
+            constants=("cos", "sin"),
+        )
+    )
+    qkv_norm_rotary: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Triple] = field(
+        metadata=op(
+            qkv_norm_rotary,
+            "product [T, (H + 2 KV) · D], q_weight, k_weight [D], cos, sin [T, D / 2] -> q [T, H, D], k, v [T, KV, D]",
+            _product_cases,
+            tier="D",
+            views=("product",),
+            modes=TRAIN,
+            needs=("rope.qk_norm_rotary",),
+            decompose=_decompose_qkv_norm_rotary,
             constants=("cos", "sin"),
         )
     )

@@ -55,12 +55,13 @@ class OpSpec:
 
     shapes: arguments and results in words. cases: small inputs by parameter name, drawn anew for each dtype. dtypes: what
     floating inputs may be. tier: R needed to start; D decomposes into other operations, reported; X optional, refused when a
-    configuration needs it. writes: arguments that are filled in place; every other argument stays as it was and no result
-    shares memory with one. modes: infer, train (a gradient is needed) or both. graph_safe: implementations neither
-    synchronise nor let shapes depend on values, so they can be captured. tolerance: by dtype of a result. needs, decompose:
-    for tier D, the fields it is made of, and how, given a lookup of those. strided: arguments that may be views of wider
-    rows, as the parts of a fused product are; all others are contiguous. constants: floating arguments without a gradient.
-    rounds_inside: fp32 results come from values that were rounded to the inputs' dtype, so that one's tolerance is theirs.
+    configuration needs it. writes: arguments that are filled in place; every other argument stays as it was. views: arguments
+    that results may be views of; with others no result shares memory. modes: infer, train (a gradient is needed) or both.
+    graph_safe: implementations neither synchronise nor let shapes depend on values, so they can be captured. tolerance: by
+    dtype of a result. needs, decompose: for tier D, the fields it is made of, and how, given a lookup of those. strided:
+    arguments that may be views of wider rows, as the parts of a fused product are; all others are contiguous. constants:
+    floating arguments without a gradient. rounds_inside: fp32 results come from values that were rounded to the inputs'
+    dtype, so that one's tolerance is theirs.
     """
 
     reference: Function
@@ -69,6 +70,7 @@ class OpSpec:
     tier: Tier
     dtypes: tuple[torch.dtype, ...] = FLOATS
     writes: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = BOTH
     graph_safe: bool = True
     tolerance: Mapping[torch.dtype, Tolerance] = dataclasses.field(default_factory=lambda: TOLERANCES)

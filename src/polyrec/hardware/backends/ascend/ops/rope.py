@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.rope import Pair, RopeOps
+from ....ops.rope import Pair, RopeOps, qkv_norm_rotary
 from .kv import AscendKV
 from .norm import AscendNorm
 
@@ -71,11 +71,12 @@ class AscendRope:
 
 
 def rope_ops(library: Any) -> RopeOps:
-    """All four."""
+    """All five."""
     own = AscendRope(library)
     return RopeOps(
         rotary=own.rotary,
         qk_norm_rotary=own.qk_norm_rotary,
+        qkv_norm_rotary=qkv_norm_rotary,  # in its parts: training asks for it only where it writes its gradient whole
         rotary_store=own.rotary_store,
         qk_norm_rotary_store=own.qk_norm_rotary_store,
     )

@@ -1,10 +1,12 @@
-"""Rotation through one Triton kernel, with and without the heads' norms before it and the write into the caches after it.
+"""Rotation through one Triton kernel, with and without the heads' norms before it and the write into the caches after it, and
+one for the backward pass of norms and rotation.
 
 Caches may have another dtype than k and v: e4m3 pages get the values themselves (their scale is 1), saturated at ±448.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....ops import rope as reference
-from ....ops.rope import Pair, RopeOps
+from ....ops.rope import Pair, RopeOps, Triple, parts_of
 from .launch import kernels, runs_kernel, trains_kernel
 
 
@@ -37,6 +39,17 @@ def qk_norm_rotary(
     if not runs_kernel(q, k, q_weight, k_weight):
         return reference.qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps)
     return _rotate(q, k, (q_weight, k_weight), cos, sin, eps)
+
+
+def qkv_norm_rotary(
+    product: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, kv_heads: int
+) -> Triple:
+    """`RopeOps.qkv_norm_rotary`; one backward kernel writes all of the product's gradient."""
+    if not trains_kernel(product, q_weight, k_weight):
+        q, k, v = parts_of(product, q_weight.shape[0], kv_heads)
+        return *qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps), v
+    found: Triple = _QkvNormRotary.apply(product, q_weight, k_weight, cos, sin, eps, kv_heads)
+    return found
 
 
 def rotary_store(
@@ -101,12 +114,36 @@ class _QkNormRotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_q: Tensor, by_k: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        weights, gradients = (q_weight, k_weight), (heads_together(by_q), heads_together(by_k))
-        found = kernels("rotary_backward").rotate_backward(
-            heads_together(q), heads_together(k), weights, cos, sin, ctx.eps, gradients
-        )
-        return *found, None, None, None
+        q, k, *constants = ctx.saved_tensors
+        outs = q.new_empty(q.shape), k.new_empty(k.shape)
+        return *outs, *_rotate_back(q, k, constants, ctx.eps, (by_q, by_k), outs), None, None, None
+
+
+class _QkvNormRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        kv_heads: int,
+    ) -> Triple:
+        ctx.save_for_backward(product, q_weight, k_weight, cos, sin)
+        ctx.eps, ctx.kv_heads = eps, kv_heads
+        q, k, v = parts_of(product, q_weight.shape[0], kv_heads)
+        return *_rotate(q, k, (q_weight, k_weight), cos, sin, eps), v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        product, *constants = ctx.saved_tensors
+        by_product = product.new_empty(product.shape)
+        (q, k, _), outs = (parts_of(whole, constants[0].shape[0], ctx.kv_heads) for whole in (product, by_product))
+        by_weights = _rotate_back(q, k, constants, ctx.eps, gradients, outs)
+        return by_product, *by_weights, None, None, None, None
 
 
 def _rotate(
@@ -124,6 +161,23 @@ def _rotate(
     return q_out, k_out
 
 
+def _rotate_back(
+    q: Tensor,
+    k: Tensor,
+    constants: Sequence[Tensor],
+    eps: float,
+    gradients: tuple[Tensor, ...],
+    outs: tuple[Tensor, ...],
+) -> Pair:
+    """constants: both weights, cos and sin. Fills outs from the results' gradients -> the gradients of both weights."""
+    q_weight, k_weight, cos, sin = constants
+    gradients = tuple(heads_together(gradient) for gradient in gradients)
+    found: Pair = kernels("rotary_backward").rotate_backward(
+        heads_together(q), heads_together(k), (q_weight, k_weight), cos, sin, eps, gradients, outs
+    )
+    return found
+
+
 def heads_together(x: Tensor) -> Tensor:
     """x [T, H, D] with each token's heads in one piece, as in every part of a fused product; others are copied."""
     _, along_heads, along_head = x.stride()
@@ -136,6 +190,7 @@ def rope_ops() -> RopeOps:
         reference.REFERENCE_ROPE_OPS,
         rotary=rotary,
         qk_norm_rotary=qk_norm_rotary,
+        qkv_norm_rotary=qkv_norm_rotary,
         rotary_store=rotary_store,
         qk_norm_rotary_store=qk_norm_rotary_store,
     )
