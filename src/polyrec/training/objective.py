@@ -40,10 +40,13 @@ class Objective:
             [self._move(torch.from_numpy(getattr(labels, name))) for labels in batch.labels]
             for name in ("index", "code", "weight")
         )
-        sum_up = self._over_levels if self._head == "level" else self._over_vocabulary
-        total, of_levels = sum_up(model.head_weight, hidden, index, code, scale)
         counts = torch.stack([part.sum() for part in scale])
-        return Loss(total / counts.sum().clamp_min(1e-8), (of_levels / counts.clamp_min(1e-8)).detach())
+        whole = counts.sum().clamp_min(1e-8)
+        # Weights that sum to one: the mean is then their sum itself, and who has made the sum's gradient need not divide it.
+        shares = [part / whole for part in scale]
+        sum_up = self._over_levels if self._head == "level" else self._over_vocabulary
+        mean, of_levels = sum_up(model.head_weight, hidden, index, code, shares)
+        return Loss(mean, (of_levels * (whole / counts.clamp_min(1e-8))).detach())
 
     def _over_levels(self, weight: Tensor, hidden: Tensor, *labels: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Each level's labels under its own rows of the head -> Σ scale · loss over all, and of each level [S]."""

@@ -18,10 +18,11 @@ from e4m3 import VALUES, decode
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
 from polyrec.hardware.backends.cuda_like.kernels.rows import rows_of
-from polyrec.hardware.backends.cuda_like.ops import beams, few_rows, launch, linear
+from polyrec.hardware.backends.cuda_like.ops import beams, few_rows, launch, linear, loss
 from polyrec.hardware.backends.cuda_like.ops.launch import kernels
 from polyrec.hardware.backends.cuda_like.ops.rope import heads_together
 from polyrec.hardware.ops import act as reference_act
+from polyrec.hardware.ops import loss as reference_loss
 from polyrec.hardware.ops import norm as reference_norm
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops import rope as reference_rope
@@ -62,7 +63,8 @@ def interpreter(monkeypatch):
         monkeypatch.setattr(
             triton.runtime.interpreter, "GridExecutor", checking(triton.runtime.interpreter.GridExecutor)
         )
-        monkeypatch.setattr(launch, "on_accelerator", lambda x: True)
+        for module in (launch, loss):
+            monkeypatch.setattr(module, "on_accelerator", lambda x: True)
         monkeypatch.setattr(linear, "is_tuned", lambda device: True)
         monkeypatch.setattr(beams, "MIN_KEPT", 16)  # it takes a second to sort 512 numbers
 
@@ -578,6 +580,41 @@ def test_gradient_of_a_product_is_written_whole(device, dtype, asked):
     plain = OPS.rope.qk_norm_rotary(*(part.detach() for part in reference_rope.parts_of(product, dim, kv_heads)[:2]),
                                     *(weight.detach() for weight in weights), cos, sin, 1e-5)  # fmt: skip
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=False)), "bit for bit"
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
+def test_gradient_of_a_sum_of_losses(device, dtype, factor, asked, monkeypatch):
+    """factor: of the sum's own gradient, by which those that were made in the forward pass are multiplied. Rows of logits are
+    read in three pieces, the last one not full."""
+    monkeypatch.setattr(importlib.import_module(PACKAGE + "loss"), "CHUNK", 16)
+    draw = Random(device, dtype)
+    hidden, weight, scale = draw(5, 32), draw(40, 32, scale=0.3), draw(5, dtype=torch.float32).abs()
+    targets = torch.tensor([3, 0, 39, 7, 7], device=device)
+    reference = lambda *both: reference_loss.weighted_cross_entropy(*both, targets.cpu(), scale.cpu().double())[0]  # noqa: E731
+    expected = pulled(reference, hidden, weight, (torch.tensor(factor),))
+    for one, wanted in zip((hidden, weight), asked, strict=True):
+        one.requires_grad_(wanted)
+    total, _ = OPS.loss.weighted_cross_entropy(hidden, weight, targets, scale)
+    (total * factor).backward(retain_graph=True)
+    for one, wanted, of in zip((hidden, weight), asked, expected, strict=True):
+        assert (one.grad is not None) == wanted
+        if wanted:
+            near_whole(one.grad, of)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 30_000])
+@pytest.mark.parametrize("factor", [1.0, -0.7, float("nan")])
+def test_a_product_with_one_number(device, size, factor, monkeypatch):
+    monkeypatch.setattr(importlib.import_module(PACKAGE + "loss"), "PROGRAMS", 3)
+    draw = Random(device, torch.float32)
+    values = draw(size + 1)
+    expected = torch.cat((values[:size] * factor, values[size:]))
+    kernels("loss").scale(values[:size], torch.tensor(factor, device=device))
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_gradients_of_no_rows(device):

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits, and its gradient written over them."""
+"""Cross-entropy of rows of logits, its gradient written over them, and what a sum's gradient does to ready ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 8192  # logits that a program holds at a time
+PROGRAMS, BLOCK = 1024, 4096  # of a product with one number
 LOWEST = tl.constexpr(-3.4e38)  # where a lane's maximum begins: −∞ less −∞ would be no number
 
 
@@ -58,3 +59,21 @@ def cross_entropy(logits: Tensor, targets: Tensor, scale: Tensor | None, losses:
         GRADIENT=scale is not None,
         num_warps=min(max(chunk // 512, 1), 16),
     )
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _scale(values, factor, size, steps, BLOCK: tl.constexpr):
+    own = tl.load(factor).to(tl.float32)
+    if own != 1.0:
+        for step in range(steps):
+            at = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(values + at, mask=at < size, other=0.0).to(tl.float32) * own
+            tl.store(values + at, value.to(values.dtype.element_ty), mask=at < size)
+
+
+def scale(values: Tensor, factor: Tensor) -> None:
+    """values · factor, one number on the same device, in the values' place. Where it is one, no value is touched."""
+    size = values.numel()
+    programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
+    if programs:
+        _scale[(programs,)](values, factor, size, triton.cdiv(size, programs * BLOCK), BLOCK=BLOCK, num_warps=8)

@@ -30,7 +30,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 def weighted_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """`LossOps.weighted_cross_entropy`. The weights are known in the forward pass, so the gradients are made there, from
-    logits that are computed once; the backward pass multiplies them by the sum's."""
+    logits that are computed once; the backward pass multiplies them by the sum's, unless that is one."""
     if not runs_blocks(hidden):
         return reference.weighted_cross_entropy(hidden, weight, targets, scale)
     if not _has_gradient(hidden, weight):
@@ -77,7 +77,12 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """In place, since the weight's gradient is as large as the weight; a second pass is refused by autograd."""
-        return *(part if part is None else part.mul_(gradient) for part in ctx.saved_tensors), None, None
+        parts = ctx.saved_tensors
+        for part in parts:
+            if part is not None:
+                kernels("loss").scale(part, gradient)
+                torch.autograd.graph.increment_version(part)  # which autograd does not see a kernel do
+        return *parts, None, None
 
 
 def _in_blocks(
