@@ -31,8 +31,9 @@ def _cross_entropy(logits, targets, scale, losses, stride, classes, CHUNK: tl.co
     if GRADIENT:
         own = tl.load(scale + row)
         tl.debug_barrier()  # the target's logit is read before its place is written
+        last = (classes - 1) // CHUNK * CHUNK
         for begin in range(0, classes, CHUNK):
-            column = begin + lane
+            column = last - begin + lane  # from the end, which was read last and may still be in a cache
             inside = column < classes
             share = tl.exp(tl.load(logits + column, mask=inside, other=0.0).to(tl.float32) - normalizer)
             gradient = tl.where(column == target, share - 1.0, share) * own
