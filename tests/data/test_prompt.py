@@ -50,6 +50,7 @@ def test_equals_a_plain_loop(basket_token, depth):
             assert prompt.tolist() == plain_prompt(layout, codes, baskets, config)
             assert prompt[-1] == layout.begin
             assert len(prompt) <= builder.max_tokens
+        np.testing.assert_array_equal(builder.build(codes, None), prompt)
 
 
 def test_max_tokens_is_reached():

@@ -133,6 +133,18 @@ def test_a_large_catalog_is_mapped_and_the_same(tmp_path, monkeypatch):
     assert len(Catalog.load(path)) == 50, "a mapped catalog reads no Parquet"
 
 
+def test_a_mapped_file_of_another_version_is_made_anew(tmp_path):
+    """Its arrays have other names or meanings."""
+    path, mapped = tmp_path / "catalog.parquet", tmp_path / "catalog.trie"
+    catalog = random_catalog()
+    catalog.save(path)
+    Catalog.load(path, mapped_from=1)
+    ours = mapped.read_bytes()
+    mapped.write_bytes(b"PLYRMAP1" + ours[8:])
+    assert Catalog.load(path, mapped_from=1).rows(list(catalog.item_ids)).tolist() == list(range(50))
+    assert mapped.read_bytes() == ours
+
+
 def test_a_small_catalog_leaves_no_file(tmp_path):
     random_catalog().save(tmp_path / "catalog.parquet")
     Catalog.load(tmp_path / "catalog.parquet", mapped_from=51)

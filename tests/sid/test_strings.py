@@ -4,6 +4,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from polyrec.sid import strings
 from polyrec.sid.strings import StringIndex, Strings
@@ -42,7 +44,7 @@ def test_the_index_finds_what_a_dictionary_finds(num_texts):
         assert index.find(text) == rows.get(text)
 
 
-@pytest.mark.parametrize("num_asked", [0, 1, 100, 101, 700])
+@pytest.mark.parametrize("num_asked", [0, 1, 50, 51, 100, 700])
 @pytest.mark.parametrize("odd", [None, "\x00", "a\x00b", "\ud800", "z" * 5000])
 def test_looking_up_together_finds_what_a_dictionary_finds(num_asked, odd):
     """Known and unknown, in any mixture and repeated; `odd` among them."""
@@ -74,13 +76,48 @@ def test_one_long_text_among_many_costs_no_memory_for_all():
     assert peak < 40e6
 
 
-def test_texts_of_one_slot_are_told_apart():
-    """Chains of many, whose members differ in one byte or in length alone."""
+@pytest.mark.parametrize("num_buckets", [1, 2, 7])
+def test_texts_of_one_bucket_are_told_apart(num_buckets):
+    """Chains of many, whose members differ in one byte or in length alone; also those that are one number."""
     texts = ["", *("\x01" * length for length in range(1, 40)), *(f"{row:04d}" for row in range(200))]
-    number = len(texts)
-    index = StringIndex(Strings.of(texts), np.array([0, number], np.int32), np.arange(number, dtype=np.int32))
-    asked = [*texts, "x", "0200", "\x01" * 40]
-    assert index.find_all(asked).tolist() == [*range(len(texts)), -1, -1, -1]
+    zeros = ["\x00" * length for length in range(1, 30)]
+    for known in (texts, [*texts, *zeros], zeros):
+        index = StringIndex.of(Strings.of(known), num_buckets)
+        asked = [*texts, *zeros, "x", "0200", "\x01" * 40] * 2
+        rows = {text: row for row, text in enumerate(known)}
+        for part in (asked, [text for text in asked if "\x00" not in text]):
+            assert index.find_all(part).tolist() == [rows.get(text, -1) for text in part]
+            assert [index.find(text) for text in part] == [rows.get(text) for text in part]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    known=st.lists(st.text(st.sampled_from("ab0é日 \x00"), max_size=40), min_size=1, max_size=150, unique=True),
+    others=st.lists(st.text(st.sampled_from("ab0é日 \x00\ud800"), max_size=40), max_size=30),
+    num_buckets=st.sampled_from([None, 1, 3]),
+    drawn=st.randoms(),
+)
+def test_together_or_alone_it_finds_what_a_dictionary_finds(known, others, num_buckets, drawn):
+    """With and without zero bytes, in the catalog and in what is asked."""
+    for without in ("\n", "\x00", "é日\ud800", "\x00é日\ud800"):
+        texts = [text for text in known if not set(text) & set(without)]
+        wanted = [text for text in [*texts, *others] if not set(text) & set(without)]
+        index = StringIndex.of(Strings.of(texts), num_buckets)
+        rows = {text: row for row, text in enumerate(texts)}
+        asked = [drawn.choice(wanted) for _ in range(200)] if wanted else []
+        assert index.find_all(asked).tolist() == [rows.get(text, -1) for text in asked]
+        assert [index.find(text) for text in wanted] == [rows.get(text) for text in wanted]
+
+
+@pytest.mark.parametrize("longest", [1, 31, 32, 33, 255, 256, 257])
+def test_texts_of_any_length_are_found_together(longest):
+    texts = [str(row).rjust(min(longest, 1 + row % 40), "x") for row in range(10 if longest == 1 else 600)]
+    texts = list({text[-longest:] for text in [*texts, "y" * longest]})
+    index = StringIndex.of(Strings.of(texts))
+    rows = {text: row for row, text in enumerate(texts)}
+    for others in ([], ["z" * longest], ["z" + "y" * longest], ["z" * 400]):
+        asked = (texts + others) * 20
+        assert index.find_all(asked).tolist() == [rows.get(text, -1) for text in asked]
 
 
 @pytest.mark.parametrize("num", [0, 1, 100, 101, 600])
@@ -92,11 +129,14 @@ def test_taken_texts_are_the_texts(texts, num):
     assert Strings.of(texts).taken(rows) == [texts[row] for row in rows]
 
 
-def test_regular_ids_spread_over_the_slots():
-    """Numbered ids must not fall into few chains, or each look-up would read many."""
+def test_regular_ids_spread_over_the_buckets():
+    """Numbered ids must not fall into few buckets, or each look-up would read many."""
     for texts in (
         [f"item-{row}" for row in range(20_000)],
         [f"{row:010d}" for row in range(20_000)],
         [f"B{row * 97:08X}" for row in range(20_000)],
     ):
-        assert np.diff(StringIndex.of(Strings.of(texts)).starts).max() <= 20
+        cells = StringIndex.of(Strings.of(texts)).cells
+        full = (cells != strings.EMPTY).all(axis=1)
+        assert full.mean() < 0.05
+        assert not (full[:-3] & full[1:-2] & full[2:-1] & full[3:]).any()

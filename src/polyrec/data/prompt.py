@@ -47,29 +47,31 @@ class PromptBuilder:
     def __init__(self, layout: SidLayout, config: PromptConfig) -> None:
         self.layout = layout
         self.config = config
+        self._level_starts = np.array(layout.level_starts, np.int64)
 
     @property
     def max_tokens(self) -> int:
         """The longest prompt."""
         return self.config.max_items * (self.layout.depth + int(self.config.basket_token)) + 1
 
-    def build(self, codes: np.ndarray, baskets: np.ndarray) -> np.ndarray:
-        """codes int [N, S] oldest first, baskets int [N] non-decreasing -> token ids int64 [T]."""
+    def build(self, codes: np.ndarray, baskets: np.ndarray | None) -> np.ndarray:
+        """codes int [N, S] oldest first, baskets int [N] non-decreasing (None: each item is one of its own) -> token ids int64
+        [T]."""
         dropped = num_dropped(len(codes), self.config)
-        tokens = self.layout.tokens(codes[dropped:])
-        begin = np.array([self.layout.begin], np.int64)
+        codes, depth = codes[dropped:], self.layout.depth
         if not self.config.basket_token:
-            return np.concatenate([tokens.reshape(-1), begin])
-        opens = basket_starts(baskets[dropped:])
-        if opens.all():  # baskets of one item, or a sequence: a table
-            ids = np.full(len(tokens) * (self.layout.depth + 1) + 1, self.layout.begin, np.int64)
-            ids[:-1].reshape(len(tokens), self.layout.depth + 1)[:, 1:] = tokens
+            ids = np.full(len(codes) * depth + 1, self.layout.begin, np.int64)
+            np.add(codes, self._level_starts, out=ids[:-1].reshape(len(codes), depth))
+            return ids
+        if baskets is None or (opens := basket_starts(baskets[dropped:])).all():  # a table
+            ids = np.full(len(codes) * (depth + 1) + 1, self.layout.begin, np.int64)
+            np.add(codes, self._level_starts, out=ids[:-1].reshape(len(codes), depth + 1)[:, 1:])
             return ids
         # Each item takes S places, and one more where it opens a basket.
-        end = np.cumsum(self.layout.depth + opens)
+        end = np.cumsum(depth + opens)
         ids = np.full(int(end[-1]) + 1, self.layout.begin, np.int64)
-        places = end[:, None] - self.layout.depth + np.arange(self.layout.depth)
-        ids[places] = tokens
+        places = end[:, None] - depth + np.arange(depth)
+        ids[places] = codes + self._level_starts
         return ids
 
 

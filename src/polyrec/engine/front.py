@@ -62,8 +62,9 @@ class Front:
         """The front of a folder read in this process, wherever its engine is."""
         return cls(folder.catalog, folder.layout, folder.kind, folder.prompt, facts)
 
-    def prompt_of(self, rows: np.ndarray, baskets: np.ndarray) -> np.ndarray:
-        """Token ids int64 [T] of a history: catalog rows int [H] and basket ordinals int [H]; the trainer builds the same."""
+    def prompt_of(self, rows: np.ndarray, baskets: np.ndarray | None) -> np.ndarray:
+        """Token ids int64 [T] of a history: catalog rows int [H] and basket ordinals int [H] (None: each item is one of its
+        own). The trainer builds the same."""
         return self.prompts.build(self.catalog.codes.take(rows, axis=0), baskets)
 
     def beam_width(self, n: int, beam_width: int | None) -> int:
@@ -85,8 +86,7 @@ class Front:
         if len(parsed.rows) == 0:
             return self._popular(request, parsed, excluded, allowed)
         # A model of sequences has seen each item as a basket of its own.
-        baskets = parsed.baskets if self._kind == "basket" else np.arange(len(parsed.rows))
-        prompt = self.prompt_of(parsed.rows, baskets)
+        prompt = self.prompt_of(parsed.rows, parsed.baskets if self._kind == "basket" else None)
         self._check_length(prompt)
         search = SearchRequest(
             prompt=prompt,

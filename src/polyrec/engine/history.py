@@ -16,24 +16,25 @@ from ..sid.layout import SidLayout
 
 @dataclass(frozen=True)
 class ParsedHistory:
-    """rows int64 [N] and baskets int64 [N] of the known entries, oldest first; unknown: the entries that were dropped."""
+    """rows int64 [N] and baskets int64 [N] (None: each is one of its own) of the known entries, oldest first; unknown: the
+    entries that were dropped."""
 
     rows: np.ndarray
-    baskets: np.ndarray
+    baskets: np.ndarray | None
     unknown: tuple[str, ...]
 
 
 def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout) -> ParsedHistory:
     """An entry is an item id or a SID; a list of them is one basket, and an entry alone is a basket of its own."""
     items = _members(request.history, "history")
-    baskets = np.arange(len(items))
+    baskets = None
     if not _are_texts(items):  # some are baskets
         entries = [
             item_list([entry] if isinstance(entry, str) else entry, f"history[{number}]")
             for number, entry in enumerate(items)
         ]
         items = [item for entry in entries for item in entry]
-        baskets = np.repeat(baskets, [len(entry) for entry in entries])
+        baskets = np.repeat(np.arange(len(entries)), [len(entry) for entry in entries])
     rows, unknown = rows_of(items, catalog, layout)
     if unknown and request.unknown == "error":
         raise RequestError(
@@ -44,7 +45,7 @@ def parse_history(request: RecommendRequest, catalog: Catalog, layout: SidLayout
     if not unknown:
         return ParsedHistory(rows, baskets, ())
     known = rows >= 0
-    return ParsedHistory(rows[known], baskets[known], tuple(unknown))
+    return ParsedHistory(rows[known], None if baskets is None else baskets[known], tuple(unknown))
 
 
 def _are_texts(items: list[Any]) -> bool:
@@ -79,7 +80,9 @@ def _members(value: object, where: str) -> list[Any]:
 def rows_of(items: Sequence[str], catalog: Catalog, layout: SidLayout) -> tuple[np.ndarray, list[str]]:
     """`row_of` of each, int64 [K], all ids looked up together, -1 where there is none; and the items that have none."""
     rows = catalog.rows(items)
-    unknown = []
+    unknown: list[str] = []
+    if len(rows) and rows.min() >= 0:
+        return rows, unknown
     for place in np.flatnonzero(rows < 0).tolist():
         codes = layout.parse(items[place])
         row = None if codes is None else catalog.row_of_codes(codes)

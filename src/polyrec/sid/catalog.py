@@ -139,7 +139,7 @@ class Catalog:
         arrays |= {name: getattr(self.trie, name) for name in _TRIE}
         arrays |= {f"ids.{name}": getattr(ids, name) for name in _STRINGS}
         arrays |= {f"names.{name}": getattr(names, name) for name in _STRINGS}
-        return arrays | {"index.starts": self._index.starts, "index.rows": self._index.rows}
+        return arrays | {"index.cells": self._index.cells, "index.facts": self._index.facts}
 
     @classmethod
     def _of_arrays(cls, arrays: dict[str, np.ndarray]) -> Catalog:
@@ -152,7 +152,7 @@ class Catalog:
             Strings(*(arrays[f"names.{name}"] for name in _STRINGS)),
             arrays["counts"],
             Trie(**{name: arrays[name] for name in _TRIE}),
-            StringIndex(ids, arrays["index.starts"], arrays["index.rows"]),
+            StringIndex(ids, arrays["index.cells"], arrays["index.facts"]),
         )
         return catalog
 

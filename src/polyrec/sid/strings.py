@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -14,11 +14,22 @@ if TYPE_CHECKING:
     import polars as pl
 
 _ROWS_AT_A_TIME = 1 << 20  # joined texts have to stay below polars' 4 GiB a value
-# Up to so many texts are looked up one after another. Together is faster from some 40 on when all is in the caches, but after
-# a few idle milliseconds nothing is there any more: then numpy's many functions cost 0.2 ms before the first text.
-_FEW = 100
+# Up to so many texts are looked up, or fetched, one after another. Together is faster from fewer on when all is in the caches,
+# but after a few idle milliseconds nothing is there any more, and numpy's many functions cost 0.1 ms before the first text.
+_FEW_FOUND, _FEW_TAKEN = 50, 100
 _WIDEST = 256  # bytes of a text that is found together with others: all of them are laid out as wide as the longest
+_NARROW = 32  # bytes up to which all are laid out as wide as the longest of the catalog, which asks for no look at each
+_BACK = np.arange(-_WIDEST, 0, dtype=np.int16)
 _AT_ONCE = 4096  # texts looked up together; each takes the room of the longest of them
+_BUILT_AT_ONCE = 1 << 14
+_BUCKET = 8  # cells
+_NUM_TAGS = (1 << 26) - 5  # a prime
+_SCATTER = (
+    2_654_435_761  # consecutive numbers would fill buckets side by side, and one that is full needs room in the next
+)
+EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
+_EMPTY = int(EMPTY)
+_ROW_BITS, _ROW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 class Strings(Sequence["str | None"]):
@@ -69,7 +80,7 @@ class Strings(Sequence["str | None"]):
 
     def taken(self, rows: np.ndarray) -> list[str | None]:
         """The texts of rows int [K]. 512 of 1.5 million take 0.06 ms, one after another 0.3."""
-        if len(rows) <= _FEW:
+        if len(rows) <= _FEW_TAKEN:
             return self._taken_one_by_one(rows)
         begins = self.offsets[rows].astype(np.int64)
         lengths = self.offsets[rows + 1] - begins
@@ -77,7 +88,8 @@ class Strings(Sequence["str | None"]):
         ends = np.cumsum(lengths + 1)
         places = np.repeat(begins - (ends - lengths - 1), lengths + 1)
         places += np.arange(len(places))
-        joined = self.read(begins, places)
+        self.read(begins)  # so the processor waits for ten texts at a time, else for one or two
+        joined = self.read(places)
         joined[ends - 1] = 0
         texts: list[str | None] = str(joined[:-1].data, "utf-8").split("\0")  # type: ignore[assignment]
         if len(texts) != len(rows):  # a text has a zero byte of its own
@@ -88,20 +100,20 @@ class Strings(Sequence["str | None"]):
 
     def _taken_one_by_one(self, rows: np.ndarray) -> list[str | None]:
         begins = self.offsets.take(rows)
-        if len(self.data):
-            self.data.take(begins, mode="clip")  # as `read` does
+        self.read(begins)  # as `taken` does
         places = zip(
             begins.tolist(), self.offsets.take(rows + 1).tolist(), self.missing.take(rows).tolist(), strict=True
         )
         return [None if gone else str(self._data[begin:end], "utf-8") for begin, end, gone in places]
 
-    def read(self, first: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The bytes at `places` (any, where they lie outside). first: one place of each text, read before the others: so the
-        processor waits for ten texts at a time, else for one or two, which doubles what 512 texts of 1.5 million take."""
-        if not len(self.data):
-            return np.zeros(places.shape, np.uint8)
-        self.data.take(first, mode="clip")
-        return self.data.take(places, mode="clip")
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """The bytes at `places` (any, where they lie outside)."""
+        return self.data.take(places, mode="clip") if len(self.data) else np.zeros(places.shape, np.uint8)
+
+    def read_before(self, ends: np.ndarray, width: int) -> np.ndarray:
+        """The `width` bytes before each of `ends` int [K], uint8 [K, width]; others, where there are fewer."""
+        views = np.ndarray(len(self.data) - width + 1, np.dtype((np.void, width)), self.data, strides=(1,))
+        return views[np.maximum(ends - width, 0)].view(np.uint8).reshape(len(ends), width)
 
     def bytes_at(self, row: int) -> bytes:
         """Text `row` in UTF-8; empty where there is none."""
@@ -109,84 +121,148 @@ class Strings(Sequence["str | None"]):
 
 
 class StringIndex:
-    """Which row a text has, as chains: starts int [slots + 1]; rows int [N], those of slot k are starts[k] … starts[k + 1] − 1.
+    """Which row a text has: a table of cells in buckets of 8, one cache line each.
 
-    A text's slot is its UTF-8, read as one big-endian number, modulo the slots, which Python computes in 0.1 µs.
+    cells: uint64 [buckets + some, 8]; a cell holds a text's tag in its upper 32 bits and its row in the lower, or is EMPTY.
+    facts: uint64 [3], two primes, and the bytes of the longest text (0 where a text has a zero byte). A text's UTF-8, read as
+    one big-endian number, times _SCATTER, modulo the first prime is its bucket and modulo the second its tag. Its cell is the
+    first of its bucket or one of those after it, with no empty one between.
     """
 
-    def __init__(self, texts: Strings, starts: np.ndarray, rows: np.ndarray) -> None:
-        self.starts, self.rows = starts, rows
+    def __init__(self, texts: Strings, cells: np.ndarray, facts: np.ndarray) -> None:
+        self.cells, self.facts = cells, facts
         self._texts = texts
-        self._starts, self._rows = starts.data, rows.data
-        self._num_slots = len(starts) - 1
+        self._cells = cells.reshape(-1).data
+        self._divisors = facts[:2]
+        self._num_buckets, self._num_tags, self._longest = facts.tolist()
+        self._powers = _powers(self._divisors)
 
     @classmethod
-    def of(cls, texts: Strings) -> StringIndex:
-        """One slot a text, and a prime number of them."""
-        num_slots = _next_prime(max(len(texts), 2))
-        slots = _slots(texts, num_slots)
-        number = index_dtype(num_slots)
-        starts = np.zeros(num_slots + 1, number)
-        np.cumsum(np.bincount(slots.astype(np.int64), minlength=num_slots), out=starts[1:])
-        return cls(texts, starts, np.argsort(slots, kind="stable").astype(number))
+    def of(cls, texts: Strings, num_buckets: int | None = None) -> StringIndex:
+        """A bucket for three texts, or so many: for a few texts in a thousand there is no cell left in it then."""
+        assert len(texts) < 1 << 32, "a row has 32 bits"
+        longest = 0 if not len(texts) or (texts.data == 0).any() else int(np.diff(texts.offsets).max())
+        facts = np.array([num_buckets or _next_prime(max(len(texts) // 3, 2)), _NUM_TAGS, longest], np.uint64)
+        buckets, tags = _remainders_of_all(texts, facts[:2])
+        order = buckets << _ROW_BITS
+        order |= np.arange(len(texts), dtype=np.uint64)
+        order.sort()
+        rows, buckets = order & _ROW, order >> _ROW_BITS
+        # Each text takes the first cell of its bucket or after it that those before it left.
+        number = np.arange(len(texts))
+        places = np.maximum.accumulate(buckets.view(np.int64) * _BUCKET - number) + number
+        last = int(places[-1]) // _BUCKET if len(places) else 0
+        cells = np.full((max(int(facts[0]), last + 1) + 1, _BUCKET), EMPTY)  # one more, so that each chain ends
+        cells.reshape(-1)[places] = tags[rows.view(np.int64)] << _ROW_BITS | rows
+        return cls(texts, cells, facts)
 
     def find(self, text: str) -> int | None:
         """The row of `text`, None when there is none."""
         key = text.encode("utf-8", "surrogatepass")  # a lone surrogate, which JSON can carry, is in no catalog
-        slot = int.from_bytes(key, "big") % self._num_slots
-        for row in self._rows[self._starts[slot] : self._starts[slot + 1]]:
-            if self._texts.bytes_at(row) == key:
+        number = int.from_bytes(key, "big") * _SCATTER
+        place, tag = number % self._num_buckets * _BUCKET, number % self._num_tags
+        while (cell := self._cells[place]) != _EMPTY:
+            if cell >> 32 == tag and self._texts.bytes_at(row := cell & 0xFFFFFFFF) == key:
                 return row
+            place += 1
         return None
 
     def find_all(self, texts: Sequence[str]) -> np.ndarray:
-        """`find` of each text: rows int64 [K], -1 where there is none. 490 of 1.5 million take 0.12 ms, one by one 0.6."""
+        """`find` of each text: rows int64 [K], -1 where there is none."""
         if len(texts) > _AT_ONCE:
             parts = [self.find_all(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
             return np.concatenate(parts)
-        if len(texts) > _FEW:
-            data = np.frombuffer(f"\0{chr(0).join(texts)}\0".encode("utf-8", "surrogatepass"), np.uint8)
-            bounds = np.flatnonzero(data == 0)
-            lengths = np.diff(bounds) - 1
-            # With a zero byte of its own a text would count as two.
-            if len(lengths) == len(texts) and int(lengths.max()) <= _WIDEST:
-                return self._find_together(data, bounds[1:], lengths)
-        rows = (self.find(text) for text in texts)
-        return np.array([-1 if row is None else row for row in rows], np.int64)
+        if len(texts) > _FEW_FOUND and (keys := self._keys(texts)) is not None:
+            rows, certain = self._find_together(keys, len(texts))
+            if certain is not None:
+                for place in (~certain).nonzero()[0].tolist():  # unknown, or not in its bucket
+                    row = self.find(texts[place])
+                    rows[place] = -1 if row is None else row
+            return rows
+        found = (self.find(text) for text in texts)
+        return np.array([-1 if row is None else row for row in found], np.int64)
 
-    def _find_together(self, data: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """data: uint8, texts in UTF-8, of which text k has `lengths[k]` bytes and ends before `ends[k]`; rows as `find_all`."""
-        # `take` and work in place, since half of what a few hundred texts cost is numpy's own steps.
-        width = max(4, -(-int(lengths.max()) // 4) * 4)
-        back = np.arange(-width, 0)
-        # Zeros before a text change neither the number that it is nor which of two texts of one length it equals.
-        inside = np.greater_equal(back, -lengths[:, None]).view(np.uint8)
-        keys = (data.take(ends[:, None] + back, mode="clip") * inside).view(np.uint32)  # [K, width / 4]
-        words = keys.T if sys.byteorder == "big" else keys.T.byteswap()
-        slots, num_slots = np.zeros(len(keys), np.uint64), np.uint64(self._num_slots)
-        for word in words:  # below 2^32, as the number of slots is, so that one more word fits
-            slots <<= np.uint64(32)
-            slots |= word
-            slots %= num_slots
-        places = slots.view(np.int64)
-        first = self.starts.take(places)
-        places += 1
-        number = self.starts.take(places) - first
-        asked = np.arange(len(keys)).repeat(number)
-        ends_of_chains = number.cumsum()
-        rows = self.rows.take((first - (ends_of_chains - number)).repeat(number) + np.arange(len(asked)))
-        text_ends = self._texts.offsets.take(rows + 1)
-        alike = (text_ends - self._texts.offsets.take(rows) == lengths.take(asked)).nonzero()[0]
-        asked, rows, text_ends = asked.take(alike), rows.take(alike), text_ends.take(alike).astype(np.int64)
-        found = np.full(len(keys), -1, np.int64)
-        if len(rows):
-            texts = self._texts.read(text_ends - 1, text_ends[:, None] + back)
-            texts *= inside.take(asked, axis=0)
-            equal = np.ones(len(rows), bool)
-            for theirs, ours in zip(texts.view(np.uint32).T, keys.take(asked, axis=0).T, strict=True):
-                equal &= theirs == ours
-            found[asked[equal]] = rows[equal]
-        return found
+    def _keys(self, texts: Sequence[str]) -> bytes | None:
+        """All texts in UTF-8, with zeros before each of them up to one width, a multiple of 4: that changes neither the number
+        that a text is nor which of two texts it equals. None where one is too long, or has zeros of its own."""
+        joined = "".join(texts)
+        if not self._longest or "\0" in joined:
+            return None
+        width = _words(self._longest if self._longest <= _NARROW else max(map(len, texts))) * 4
+        if width > min(_widest(self._num_buckets), len(self._texts.data)):
+            return None
+        if joined.isascii():
+            keys = "".join(map(str.rjust, texts, repeat(width), repeat("\0"))).encode()
+        else:
+            keys = b"".join([text.encode("utf-8", "surrogatepass").rjust(width, b"\0") for text in texts])
+        return keys if len(keys) == width * len(texts) else None
+
+    def _find_together(self, keys: bytes, num: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """keys: of `num` texts. Returns int64 [num], rows that may be theirs, and bool [num], whether they are; None: all."""
+        # Few steps: half of what a few hundred texts cost is numpy's own, and more when nothing is in the caches.
+        words = np.frombuffer(keys, ">u4").reshape(num, -1)
+        remainders = _remainders(words, self._powers, self._divisors)
+        cells = self.cells.take(remainders[:, 0].view(np.int64), axis=0)
+        cells ^= remainders[:, 1:] << _ROW_BITS  # leaves the row alone where the tag is the same
+        hits = (cells <= _ROW).reshape(-1).nonzero()[0]
+        rows = cells.reshape(-1).take(hits).view(np.int64)
+        if len(hits) != num:
+            rows, known = np.zeros(num, np.int64), rows
+            rows[hits // _BUCKET] = known
+        ends = self._texts.offsets.take(rows + 1)
+        lengths = ends - self._texts.offsets.take(rows)
+        width = words.shape[1] * 4
+        theirs = self._texts.read_before(ends, width)
+        theirs *= _BACK[-width:] >= -lengths[:, None]
+        if theirs.tobytes() == keys and lengths.max() <= width <= ends.min():
+            return rows, None
+        ours = np.frombuffer(keys, np.uint8).reshape(num, width)
+        return rows, (theirs == ours).all(axis=1) & (lengths <= width) & (ends >= width)
+
+
+def _words(length: int) -> int:
+    """Of 4 bytes, for so many bytes."""
+    return max(1, -(-length // 4))
+
+
+def _remainders(words: np.ndarray, powers: np.ndarray, divisors: np.ndarray) -> np.ndarray:
+    """Texts as numbers, big-endian uint32 [K, words], times _SCATTER, modulo each divisor: uint64 [K, 2]."""
+    remainders = words @ powers[-words.shape[1] :]
+    remainders %= divisors
+    return remainders
+
+
+def _powers(divisors: np.ndarray) -> np.ndarray:
+    """The powers of 2^32 times _SCATTER, modulo each divisor, the highest first: uint64 [words of the widest text, 2]. The sum
+    of all words times theirs stays below 2^64, see `_widest`."""
+    moduli: list[int] = divisors.tolist()
+    numbers = range(_widest(moduli[0]) // 4 - 1, -1, -1)
+    return np.array(
+        [[_SCATTER * pow(2, 32 * number, modulus) % modulus for modulus in moduli] for number in numbers], np.uint64
+    )
+
+
+def _widest(num_buckets: int) -> int:
+    """Bytes of a text that can be found together with others."""
+    return min(_WIDEST, (1 << 32) // num_buckets * 4)
+
+
+def _remainders_of_all(texts: Strings, divisors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`_remainders` of all texts: two uint64 [N]."""
+    buckets, tags = np.empty(len(texts), np.uint64), np.empty(len(texts), np.uint64)
+    widest, powers = _widest(int(divisors[0])), _powers(divisors)
+    for begin in range(0, len(texts), _BUILT_AT_ONCE):
+        part = slice(begin, begin + _BUILT_AT_ONCE)
+        ends = texts.offsets[1:][part].astype(np.int64)
+        lengths = ends - texts.offsets[:-1][part]
+        back = np.arange(-_words(min(int(lengths.max()), widest)) * 4, 0)
+        bytes_ = texts.read(ends[:, None] + back) * (back >= -lengths[:, None])
+        remainders = _remainders(bytes_.view(">u4"), powers, divisors)
+        for place in (lengths > widest).nonzero()[0].tolist():
+            number = int.from_bytes(texts.bytes_at(begin + place), "big") * _SCATTER
+            remainders[place] = [number % divisor for divisor in divisors.tolist()]
+        buckets[part], tags[part] = remainders.T
+    return buckets, tags
 
 
 def text_series(texts: Iterable[str | None]) -> pl.Series:
@@ -199,25 +275,6 @@ def text_series(texts: Iterable[str | None]) -> pl.Series:
 def _joined(part: pl.Series) -> np.ndarray:
     """uint8 [bytes], the texts one after another."""
     return np.frombuffer((part.str.join("").item() or "").encode(), np.uint8)
-
-
-def _slots(texts: Strings, num_slots: int) -> np.ndarray:
-    """uint64 [N]: each text's slot, texts of one length at a time."""
-    lengths = np.diff(texts.offsets)
-    order = np.argsort(lengths, kind="stable")
-    slots = np.zeros(len(texts), np.uint64)
-    ends = np.searchsorted(lengths[order], np.unique(lengths), side="right")
-    for rows in np.split(order, ends[:-1]):
-        if not len(rows):
-            continue
-        begin = texts.offsets[rows]
-        value = np.zeros(len(rows), np.uint64)
-        for place in range(int(lengths[rows[0]])):
-            value = value << np.uint64(8) | texts.data[begin + place]
-            if place % 4 == 3:  # the rest is below 2^32, so four more bytes fit
-                value %= np.uint64(num_slots)
-        slots[rows] = value % np.uint64(num_slots)
-    return slots
 
 
 def _next_prime(number: int) -> int:
