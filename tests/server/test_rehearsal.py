@@ -15,6 +15,8 @@ from polyrec.server.awake import Awake
 from polyrec.server.channel import Answers
 from polyrec.server.rehearsal import Rehearsal
 from polyrec.server.remote import RemoteLoop
+from polyrec.server.settings import ServerSettings
+from polyrec.server.state import Service
 
 
 class Sent:
@@ -71,20 +73,68 @@ def test_a_worker_that_sleeps_or_has_other_work_rehearses_nothing(awake: Awake |
     asyncio.run(run())
 
 
-def test_both_halves_are_rehearsed_in_turn() -> None:
-    class Front(FakeFront):
-        calls: list[str] = []  # noqa: RUF012
+class Front(FakeFront):
+    """Notes what it is asked."""
 
-        def prepare(self, request: RecommendRequest) -> Any:
-            self.calls.append("prepare")
-            return super().prepare(request)
+    def __init__(self, history: list[str]) -> None:
+        self.history, self.calls = history, []
 
-        def finish(self, prepared: Any, found: Recommendation) -> Recommendation:
-            self.calls.append("finish")
-            return super().finish(prepared, found)
+    def prepare(self, request: RecommendRequest) -> Any:
+        self.calls.append("prepare")
+        return super().prepare(request)
 
-    rehearsal = Rehearsal(Front())  # type: ignore[arg-type]
-    Front.calls.clear()
-    for _ in range(4):
+    def finish(self, prepared: Any, found: Recommendation) -> Recommendation:
+        self.calls.append("finish")
+        return super().finish(prepared, found)
+
+    def sample(self) -> tuple[list[str], int, Recommendation]:
+        return self.history, 1, super().sample()[2]
+
+
+def rehearsal_of(front: Front, **settings: Any) -> Rehearsal:
+    service = Service(None, front, None, None)  # type: ignore[arg-type]
+    return Rehearsal(service, ServerSettings(**settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_key": "secret"}, {"max_body_bytes": 1024, "max_beam_width": 1}])
+def test_both_halves_are_rehearsed_in_turn(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """In this thread, whatever the settings; and nothing is logged."""
+    caplog.set_level("DEBUG")
+
+    async def run() -> None:
+        front = Front([f"i{row}" * 20 for row in range(3000)])
+        rehearsal = rehearsal_of(front, **settings)
+        written = [0]
+        for _ in range(4):
+            rehearsal()
+            await asyncio.sleep(0.005)
+            written.append(rehearsal.written)
+        assert front.calls == ["prepare", "finish", "prepare", "finish"]
+        assert written[0] == written[1] < written[2] == written[3] < written[4]
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.name != "asyncio"]
+
+
+def test_an_answer_that_comes_too_late_is_no_end() -> None:
+    async def run() -> None:
+        front = Front(["i0"])
+        rehearsal = rehearsal_of(front, timeout=0.01)
         rehearsal()
-    assert Front.calls == ["prepare", "finish", "prepare", "finish"]
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            rehearsal()
+            await asyncio.sleep(0.002)
+        assert front.calls == ["prepare", "prepare", "finish"]
+
+    asyncio.run(run())
+
+
+def test_one_cut_short_by_the_end_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        rehearsal = rehearsal_of(Front(["i0"]))
+        rehearsal()
+        await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
-_ASIDE_FROM = 32_768  # bytes: some 1,000 items
+ASIDE_FROM = 32_768  # bytes: some 1,000 items
 _SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -122,7 +122,7 @@ def _add_chat(router: APIRouter, state: ServerState, settings: ServerSettings, m
 async def _aside(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls at once what takes under a millisecond, and the rest in another thread, so that nobody waits for it. size: of the
     body, in bytes; going to the other thread and back costs as much as 60 items do."""
-    if size <= _ASIDE_FROM:
+    if size <= ASIDE_FROM:
         return function(*args, **kwargs)
     return await run_in_threadpool(function, *args, **kwargs)
 

@@ -8,16 +8,23 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from prometheus_client import Metric
 
 from ..core.awake import ANSWER_S, NEXT_S
 from ..core.errors import RequestError
 from .awake import Awake
-from .channel import Answers, Ask, AskMetrics, Cancel, Channel, Profile, Status
+from .channel import Answers, Ask, AskMetrics, Cancel, Profile, Status
 
 _REHEARSE_S = 0.001  # between two rehearsals: in some milliseconds a core's caches lose what it did before
+
+
+class Sender(Protocol):
+    """What of a `Channel` is needed here."""
+
+    def send(self, message: Any) -> None:
+        """Never waits."""
 
 
 class RemoteLoop:
@@ -28,11 +35,11 @@ class RemoteLoop:
         self._awake = awake
         self.rehearse: Callable[[], None] | None = None
         self.status = Status("starting", False, 0, {})
-        self._channel: Channel | None = None
+        self._channel: Sender | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
 
-    def connect(self, channel: Channel) -> None:
+    def connect(self, channel: Sender) -> None:
         """From now on it can ask."""
         self._channel = channel
 

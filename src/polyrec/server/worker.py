@@ -124,7 +124,7 @@ class Worker(uvicorn.Server):
             return
         self._service = Service(self._engine, front, layout, chat, profile)
         if self._start.stays_awake:
-            self._engine.rehearse = Rehearsal(front)
+            self._engine.rehearse = Rehearsal(self._service, self._start.settings)
         # What is loaded stays: the collector need not look through it again and again, 30 ms each time.
         gc.collect()
         gc.freeze()
