@@ -48,8 +48,9 @@ def prompt_of(table, pool, layer, row, length):
     return tuple(part[slots.to(part.device)].double().cpu() for part in pool.layer(layer))
 
 
-def join_by_hand(asked, query, top, result, own):
+def join_by_hand(asked, query, top, result, own, into):
     """What `join_own` is to do, in float64."""
+    assert into is None, "quantised rows were not asked for"
     rows, group = len(query), asked.num_heads // asked.num_kv_heads
     steps = range(own.ancestors.shape[1])
     keys = [own.suffix_keys[step][own.ancestors[:, step]] for step in steps] + [own.key]
@@ -154,7 +155,9 @@ def test_fewer_beams_and_launched_searches_are_left_to_triton(search_module, har
         def __init__(self, *_, width):
             widths.append(width)
 
-        def attend(self, layer, query, result, own):
+        quantizes = False
+
+        def attend(self, layer, query, result, own, into):
             result.zero_()
 
     monkeypatch.setattr(triton, "PromptReader", Reader)

@@ -15,13 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from conversions import converted
 
-from polyrec.attention.triton import TritonAttention, TritonSearch
+from polyrec.attention.triton import PackedPlan, TritonAttention, TritonSearch
 from polyrec.attention.triton_prompt import join_own
 from polyrec.attention.triton_work import ITEMS_OF_SEARCH, MOST_ITEMS, list_work
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
+from polyrec.hardware.ops.linear import QuantizedRows, quantize_fp8
 from polyrec.hardware.ops.spec import FP8, TOLERANCES
 from polyrec.testing.brute_force import attend, beam_attention, within
 
@@ -55,6 +57,14 @@ class Cache:
         return self.keys[layer], self.values[layer]
 
 
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    if INTERPRETED:
+        import triton.runtime.interpreter
+
+        monkeypatch.setattr(triton.runtime.interpreter, "_convert_float", converted)
+
+
 @pytest.fixture(scope="module")
 def backend():
     if INTERPRETED:
@@ -64,10 +74,22 @@ def backend():
     return built
 
 
-def draw(backend, shapes, heads=(4, 2), *, dtype=torch.float32, cache_dtype=None, window=None, soft_cap=None, seed=0):
+def draw(
+    backend,
+    shapes,
+    heads=(4, 2),
+    *,
+    dtype=torch.float32,
+    cache_dtype=None,
+    window=None,
+    soft_cap=None,
+    quantized=False,
+    seed=0,
+):
     """A case whose beginnings are in the cache, its pages shuffled."""
     rng = np.random.default_rng(seed)
-    move, needs = backend.runtime.to_device, AttentionNeeds(LAYERS, *heads, DIM, dtype, window, soft_cap)
+    move = backend.runtime.to_device
+    needs = AttentionNeeds(LAYERS, *heads, DIM, dtype, window, soft_cap, quantized=quantized)
     cached, new = (torch.tensor(part) for part in zip(*shapes, strict=True))
     pages = shuffled_pages(rng, cached + new)
     cache = Cache((int(pages.max()) + 1) * SIZE, heads[1], cache_dtype or dtype, backend.runtime.device)
@@ -133,9 +155,23 @@ def prefill(backend, case):
             out = plan.run_written(layer, *rows)
         else:
             out = plan.run(layer, *rows)
+        if case.needs.quantized:
+            found.append(QuantizedRows(*(backend.runtime.to_host(part)[:-SPARE] for part in out)))
+            continue
         assert out.dtype == case.needs.dtype
         found.append(backend.runtime.to_host(out)[:-SPARE].split(case.layout.lengths.tolist()))
     return found
+
+
+def check_quantized(found, plain):
+    """Each row as the reference quantises it: its scale, and values but for a few that rounding turned into the next."""
+    values, scale = quantize_fp8(plain)
+    torch.testing.assert_close(found.scale, scale, rtol=1e-5, atol=0)
+    differing = (found.values.float() != values.float()).float().mean()
+    assert differing < 0.01
+    torch.testing.assert_close(
+        found.values.float() * found.scale, plain.float(), rtol=1 / 8, atol=float(scale.max()) / 256
+    )
 
 
 def through(tensor, dtype):
@@ -167,6 +203,16 @@ def test_windows_reach_into_the_cached_beginning(backend, window):
         check_prefill(backend, draw(backend, shapes, window=window))
 
 
+@pytest.mark.parametrize(("shapes", "num_whole"), [(LONG, 0), (FEW, LAYERS)])
+def test_where_every_prompt_is_begun_nothing_is_launched_for_whole_ones(backend, monkeypatch, shapes, num_whole):
+    calls, attend_packed = [], PackedPlan._attend_packed
+    monkeypatch.setattr(PackedPlan, "_attend_packed", lambda *given: calls.append(1) or attend_packed(*given))
+    case = draw(backend, shapes)
+    table = dataclasses.replace(case.layout.table, all_begun=num_whole == 0)
+    check_prefill(backend, case._replace(layout=dataclasses.replace(case.layout, table=table)))
+    assert len(calls) == num_whole
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shapes", "window"), [(FEW, None), (MIXED, None), (MIXED, 7), (LONG, None)])
 def test_the_last_row_of_each_prompt(backend, shapes, window, dtype):
@@ -183,6 +229,15 @@ def test_the_last_row_of_each_prompt(backend, shapes, window, dtype):
                 seen = within(window, list(range(cached + new)))
                 expected = attend(query[-1].double(), key[seen].double(), value[seen].double(), None)
                 torch.testing.assert_close(row, expected, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shapes", [FEW, MIXED, LONG])
+def test_the_rest_of_prompts_quantised(backend, shapes, dtype):
+    """Also of prompts that are not cut, and of those of which nothing is cached."""
+    plain, found = (prefill(backend, draw(backend, shapes, dtype=dtype, quantized=given)) for given in (False, True))
+    for of_layer, rows in zip(found, plain, strict=True):
+        check_quantized(of_layer, torch.cat(rows))
 
 
 def test_soft_cap(backend):
@@ -245,8 +300,9 @@ class OtherReader:
 
     def __init__(self, backend, case, width):
         self.backend, self.case, self.width, self.num_calls = backend, case, width, 0
+        self.quantizes = case.needs.quantized
 
-    def attend(self, layer, query, result, own):
+    def attend(self, layer, query, result, own, into):
         host, move = self.backend.runtime.to_host, self.backend.runtime.to_device
         needs, group, found, tops = self.case.needs, query.shape[1] // own.key.shape[1], [], []
         for row, q in enumerate(host(query).double()):
@@ -257,7 +313,7 @@ class OtherReader:
                 scores = needs.soft_cap * torch.tanh(scores / needs.soft_cap)
             tops.append(scores.logsumexp(-1) / math.log(2))
         result.copy_(move(torch.stack(found).to(result.dtype)))
-        join_own(needs, query, move(torch.stack(tops).float()), result, own)
+        join_own(needs, query, move(torch.stack(tops).float()), result, own, into)
         self.num_calls += 1
 
 
@@ -293,9 +349,11 @@ def search(
         own = fused.split((heads[0], heads[1], heads[1]), 1)
         last = number == len(widths) - 1
         plan = walk.step(move(torch.tensor(paths, dtype=torch.int64).reshape(count, number)), last=last)
-        result.found.append(
-            backend.runtime.to_host(plan.run(layer, *move(fused).split((heads[0], heads[1], heads[1]), 1)))
-        )
+        found = plan.run(layer, *move(fused).split((heads[0], heads[1], heads[1]), 1))
+        if isinstance(found, QuantizedRows):
+            result.found.append(QuantizedRows(*map(backend.runtime.to_host, found)))
+        else:
+            result.found.append(backend.runtime.to_host(found))
         expected = []
         for row, path in enumerate(paths):
             tokens = [(taken[t][1][at], taken[t][2][at]) for t, at in enumerate(path)] + [(own[1][row], own[2][row])]
@@ -324,6 +382,24 @@ def test_beams_read_pages(backend, heads, widths, dtype):
     """Tiles of 16, 64 and 128 rows, and two tiles; alone, where prompts are cut, and among many, where they are not."""
     check_search(search(backend, (513, 0, 30), widths, heads=heads, dtype=dtype), dtype)
     check_search(search(backend, (513, *[0] * 40, 30), widths, heads=heads, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(("heads", "widths"), [((2, 2), (2, 6, 6)), ((4, 2), (20,)), ((6, 3), (3, 3))])
+def test_quantised_beams(backend, heads, widths, others, dtype):
+    """Through our reader, of prompts that are cut and of one that is not, and joined to what another one found."""
+    given = {"heads": heads, "dtype": dtype}
+    plain, found = (
+        search(backend, (513, 7, 30), widths, quantized=quantized, others=[] if others else None, **given)
+        for quantized in (False, True)
+    )
+    for width, rows, expected in zip(widths, found.found, plain.found, strict=True):
+        if isinstance(rows, QuantizedRows):
+            check_quantized(rows, expected)
+        else:
+            assert others
+            assert width < max(widths), "of fewer beams, which our reader reads without cutting"
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

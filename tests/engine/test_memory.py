@@ -151,6 +151,24 @@ def test_a_returning_user_pays_for_what_is_new(parts):
     assert batches[1].table.cached.tolist() == [80]
 
 
+def test_prefills_of_returning_users_alone_are_recorded_apart(parts, monkeypatch):
+    """And one of them beside somebody new is not."""
+    engine = make_engine(parts, recorded=True)
+    tables, packed = [], RealRows.packed
+    monkeypatch.setattr(RealRows, "packed", lambda *given: tables.append(given[1].table) or packed(*given))
+    rng = np.random.default_rng(3)
+    known, new = (rng.integers(0, LAYOUT.begin, 40) for _ in range(2))
+    longer = [request(np.append(known, rng.integers(0, LAYOUT.begin, 5))) for _ in range(2)]
+    expected = alone(parts, [*longer, request(new[:7])])
+    engine.run([request(known)])
+    for asked, all_begun in (([0], True), ([1, 2], False)):
+        found = engine.run([[*longer, request(new[:7])][index] for index in asked])
+        expect_same(found, [expected[index] for index in asked])
+        assert tables[-1].all_begun == all_begun
+        assert tables[-1].cached is not None
+    assert [shape for shape in engine._runner._prefills if shape.cached] == [(16, True, True), (32, True, False)]
+
+
 def test_nothing_is_reused_where_it_is_switched_off(parts):
     engine = make_engine(parts, prefix_cache=False)
     tokens = np.random.default_rng(1).integers(0, LAYOUT.begin, 64)

@@ -16,6 +16,7 @@ from polyrec.attention.layout import packed_layout
 from polyrec.attention.sdpa import PackedPlan
 from polyrec.core.errors import CheckpointError, PolyrecError
 from polyrec.hardware import HardwareConfig, build_hardware_backend
+from polyrec.hardware.ops.linear import QuantizedRows, quantize_fp8
 from polyrec.hardware.ops.spec import MISSING
 from polyrec.hardware.table import resolve
 from polyrec.layers.linear import Fp8BlockLinear, Fp8Linear, Linear
@@ -114,6 +115,27 @@ def test_quantising_at_load_gives_every_output_channel_its_own_scale(tmp_path, d
         assert (np.abs(found - exact) <= np.abs(exact) / 15 + scale * 2**-10).all(), name
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_norm.weight"):
         assert torch.equal(views[name], weights[name].float())
+
+
+class Quantising(PackedPlan):
+    """Gives what a kernel would that quantises the results it merges."""
+
+    def run(self, layer, query, key, value):
+        return QuantizedRows(*quantize_fp8(super().run(layer, query, key, value)))
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([8, 0])])
+def test_attention_may_quantise_its_results(tmp_path, rows):
+    write(tmp_path)
+    assert not loaded(tmp_path).attention_needs(torch.float32).quantized
+    model, expected = loaded(tmp_path, quantization="fp8"), None
+    assert model.attention_needs(torch.float32).quantized
+    for kind in (PackedPlan, Quantising):
+        plan = kind(packed_layout(torch.tensor([9])))
+        with torch.inference_mode():
+            found = model(torch.arange(9), torch.arange(9), plan, rows)
+        assert expected is None or torch.equal(found, expected)
+        expected = found
 
 
 @pytest.mark.parametrize("scales", SCALES)

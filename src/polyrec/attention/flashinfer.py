@@ -29,9 +29,10 @@ from ..hardware.base.attention import (
     SearchAttention,
 )
 from ..hardware.ops import PlatformOps
+from ..hardware.ops.linear import QuantizedRows
 from .flashinfer_slots import QUERY_TILE, WORKSPACE_BYTES, CapturedSlot, SearchSlot, Slot
 from .triton import PackedPlan, TritonAttention, TritonSearch
-from .triton_prompt import OwnTokens, join_own
+from .triton_prompt import OwnTokens, join_own, quantizes
 
 PLANS = 2  # batches whose plans hold at a time: the one that runs, and the next
 # A captured prefill of so few tokens leaves the host's work to Triton's plan: laying it out takes the host 240 us. For one
@@ -197,10 +198,14 @@ class SlotReader:
         # One for all layers and passes: they run one after another.
         self._top = torch.empty((slot.num_rows, needs.num_heads), dtype=torch.float32, device=cache.layer(0)[0].device)
 
-    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens) -> None:
+    @property
+    def quantizes(self) -> bool:
+        return quantizes(self._needs)
+
+    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens, into: QuantizedRows | None) -> None:
         pages = pages_of(self._cache, layer, self._slot.page_size)
         self._slot.paged.run(query, pages, out=result.view(query.shape), lse=self._top, return_lse=True)
-        join_own(self._needs, query, self._top, result, own)
+        join_own(self._needs, query, self._top, result, own, into)
 
 
 def pages_of(cache: KeyValueCache, layer: int, page_size: int) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,14 @@ def packed_layout(
     of_row = None if branch is None else to_device(branch)
     if table is not None:
         cached = None if table.cached is None else to_device(table.cached)
+        all_begun = table.cached is not None and bool((table.cached > 0).all())
         table = dataclasses.replace(
-            table, pages=to_device(table.pages), cached=cached, host_pages=table.pages, host_cached=table.cached
+            table,
+            pages=to_device(table.pages),
+            cached=cached,
+            host_pages=table.pages,
+            host_cached=table.cached,
+            all_begun=all_begun,
         )
     longest, num_tokens = int(lengths.max()), int(lengths.sum())
     return PackedLayout(to_device(lengths), longest, num_tokens, of_row, host_lengths=lengths, table=table)

@@ -22,9 +22,10 @@ from ..hardware.base.attention import (
     WriteTarget,
 )
 from ..hardware.ops import PlatformOps
+from ..hardware.ops.linear import QuantizedRows
 from . import triton_kernels as kernels
 from .sdpa import SdpaAttention
-from .triton_prompt import KEYS, BeamReader, OwnTokens, PromptReader
+from .triton_prompt import KEYS, BeamReader, OwnTokens, PromptReader, room_for_quantized
 from .triton_work import Work, list_work
 
 
@@ -70,20 +71,22 @@ class PackedPlan(AttentionPlan):
             return None
         return WriteTarget(*self._cache.layer(layer), self._slots)
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         target = self.target(layer)
         if target is not None:
             self._write(key, value, *target)
         return self.run_written(layer, query, key, value)
 
-    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         tokens, heads, dim = query.shape
         result = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-        if self._reader is not None:
-            self._reader.attend(layer, query, result)
         if self._work is not None:
             self._attend_packed(self._work, query, key, value, result)
-        return result
+        if self._reader is None:
+            return result
+        into = room_for_quantized(query) if self._reader.quantizes else None
+        self._reader.attend(layer, query, result, into=into)
+        return result if into is None else into
 
     def _attend_packed(self, work: Work, query: Tensor, key: Tensor, value: Tensor, result: Tensor) -> None:
         needs, (_, heads, dim) = self._needs, query.shape
@@ -103,8 +106,7 @@ class PackedPlan(AttentionPlan):
         They get here what they get in a batch that reads no cache, bit for bit; one that only the device knows costs a launch.
         """
         layout = self._layout
-        host_cached = None if layout.table is None else layout.table.host_cached
-        if self._reader is not None and host_cached is not None and bool((host_cached > 0).all()):
+        if self._reader is not None and layout.table is not None and layout.table.all_begun:
             return None
         return list_work(
             layout.lengths,
@@ -173,15 +175,16 @@ class BeamPlan(AttentionPlan):
         search, (rows, step) = self._search, self._ancestors.shape
         return WriteTarget(search.suffix_keys[layer, step], search.suffix_values[layer, step], search.rows[:rows])
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         target = self.target(layer)
         if target is not None:
             self._search.write(key, value, *target)
         return self.run_written(layer, query, key, value)
 
-    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         search, (rows, heads, dim) = self._search, query.shape
         result = torch.empty((rows, heads * dim), dtype=query.dtype, device=query.device)
         own = OwnTokens(key, value, search.suffix_keys[layer], search.suffix_values[layer], self._ancestors)
-        self._reader.attend(layer, query, result, own)
-        return result
+        into = room_for_quantized(query) if self._reader.quantizes else None
+        self._reader.attend(layer, query, result, own, into)
+        return result if into is None else into

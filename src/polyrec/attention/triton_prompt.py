@@ -9,6 +9,8 @@ import triton
 from torch import Tensor
 
 from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayout
+from ..hardware.ops.linear import QuantizedRows
+from ..hardware.ops.spec import FP8
 from . import triton_kernels as kernels
 from .triton_work import MOST_ITEMS, list_work
 
@@ -18,6 +20,7 @@ LEAST_OF_REST = 128
 LEAST_OF_BEAMS = 64
 KEYS = 64  # of a block
 PROGRAMS = 256  # that read prompts: two on each multiprocessor of an H200; each takes its share of what there is
+QUANTIZED_AT_ONCE = 4096  # values of one program that quantises a row
 JOINED_AT_ONCE = 16  # heads of one program that joins own tokens: 16 numbers of each tensor a thread
 
 
@@ -35,8 +38,14 @@ class OwnTokens(NamedTuple):
 class BeamReader(Protocol):
     """How the beams of a search, all of one width, read their prompts."""
 
-    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens) -> None:
-        """Beams' attention to their prompts and own tokens: query [R · W, heads, D] -> result [R · W, heads · D]."""
+    @property
+    def quantizes(self) -> bool:
+        """Whether `attend` can quantise."""
+        ...
+
+    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens, into: QuantizedRows | None) -> None:
+        """Beams' attention to their prompts and own tokens: query [R · W, heads, D] -> result [R · W, heads · D], or quantised
+        `into`."""
         ...
 
 
@@ -81,10 +90,23 @@ class PromptReader:
         self._part_top = torch.empty(part, dtype=torch.float32, device=device)
         self._part_total = torch.empty_like(self._part_top)
 
-    def attend(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None = None) -> None:
-        """query [T, heads, D] -> result [T, heads · D], with beams' own tokens."""
+    @property
+    def quantizes(self) -> bool:
+        """Whether `attend` can quantise: where prompts may be cut, in the kernel that merges their parts."""
+        return quantizes(self.needs) and self.work.max_spans > 1
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        result: Tensor,
+        own: OwnTokens | None = None,
+        into: QuantizedRows | None = None,
+    ) -> None:
+        """query [T, heads, D] -> result [T, heads · D], with beams' own tokens. into: all rows of the result, those that others
+        have written among them, go there quantised."""
         self._read(layer, query, result, own)
-        self._merge(query, result, own)
+        self._merge(query, result, own, into)
 
     def _read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
         """Prompts that are not cut give rows of the result, others wait for `_merge`."""
@@ -98,18 +120,23 @@ class PromptReader:
             num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
         )  # fmt: skip
 
-    def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
+    def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None, into: QuantizedRows | None) -> None:
         work, needs, heads = self.work, self.needs, self.needs.num_heads
         if work.max_spans == 1:
+            assert into is None, "nothing is merged"
             return
         # Block and most spans are the same for every batch: others would add in another order, and a row's last bits follow
-        # its neighbours. Small blocks make many programs, each one warp.
-        block = min(2, triton.next_power_of_2(heads))
+        # its neighbours. Small blocks make many programs, each one warp; a row's scale is known to who has all of it.
+        block, warps = min(2, triton.next_power_of_2(heads)), 1
+        if into is not None:
+            block, warps = triton.next_power_of_2(heads), max(1, min(8, heads * needs.head_dim // 256))
+        quantized = into or QuantizedRows(result, result)
         key, value, *others = tensors = self._tensors(query, own)
         kernels.merge_kernel[(len(query), triton.cdiv(heads, block))](
             query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
-            *others, result, self._width, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
-            **self._sizes(own), BLOCK=block, MOST=MOST_ITEMS, num_warps=1,
+            *others, result, *quantized, self._width, *own_strides(tensors), needs.sliding_window or 0,
+            *common(needs, query), **self._sizes(own), BLOCK=block, MOST=MOST_ITEMS, QUANTIZED=into is not None,
+            num_warps=warps,
         )  # fmt: skip
 
     def _tensors(self, query: Tensor, own: OwnTokens | None) -> OwnTokens:
@@ -126,15 +153,37 @@ class PromptReader:
         return {**sizes(self.needs, own), "WINDOWED": self.needs.sliding_window is not None}
 
 
-def join_own(needs: AttentionNeeds, query: Tensor, top: Tensor, result: Tensor, own: OwnTokens) -> None:
-    """Beams' own tokens into the result [rows, heads · D] of their prompts alone, in place. query [rows, heads, D]; top: fp32
-    [rows, heads], the logarithm of each softmax's sum in base 2. No sliding windows."""
+def quantizes(needs: AttentionNeeds) -> bool:
+    """Whether results are to be quantised, where one program has all heads of a row anyway, or may have."""
+    return needs.quantized and needs.num_heads * needs.head_dim <= QUANTIZED_AT_ONCE
+
+
+def room_for_quantized(query: Tensor) -> QuantizedRows:
+    """Of attention's results for query [T, heads, D]: uninitialised."""
+    values = query.new_empty((len(query), query.shape[1] * query.shape[2]), dtype=FP8)
+    return QuantizedRows(values, query.new_empty((len(query), 1), dtype=torch.float32))
+
+
+def join_own(
+    needs: AttentionNeeds,
+    query: Tensor,
+    top: Tensor,
+    result: Tensor,
+    own: OwnTokens,
+    into: QuantizedRows | None = None,
+) -> None:
+    """Beams' own tokens into the result [rows, heads · D] of their prompts alone, in place, or quantised `into`. query [rows,
+    heads, D]; top: fp32 [rows, heads], the logarithm of each softmax's sum in base 2. No sliding windows."""
     assert needs.sliding_window is None, "a window would hide tokens of the prompt, or own ones"
-    block = min(JOINED_AT_ONCE, triton.next_power_of_2(needs.num_heads))
+    block = triton.next_power_of_2(needs.num_heads)
+    if into is None:
+        block = min(JOINED_AT_ONCE, block)
     key, value, *others = own
+    quantized = into or QuantizedRows(result, result)
     kernels.join_own_kernel[(len(query), triton.cdiv(needs.num_heads, block))](
-        query, key, value, top, *others, result, *own_strides(own), *common(needs, query),
-        **sizes(needs, own), BLOCK=block, num_warps=max(1, block * needs.head_dim // 512),
+        query, key, value, top, *others, result, *quantized, *own_strides(own), *common(needs, query),
+        **sizes(needs, own), BLOCK=block, QUANTIZED=into is not None,
+        num_warps=max(1, min(8, block * needs.head_dim // 512)),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -27,6 +27,9 @@ from .batching import Batch
 from .search import Prompts, Searcher, SearchInputs, make_prompts
 
 NO_KEY = torch.iinfo(torch.int64).max
+# Prefills of so few tokens after cached ones are recorded once more, for batches in which every prompt's beginning is cached,
+# as that of a returning user alone: without the launches that serve whole prompts, one a layer.
+MOST_ALL_BEGUN = 128
 
 
 class GraphSizes(Settings):
@@ -134,6 +137,14 @@ def input_parts(numbers: Tensor, places: int, columns: int, num_tokens: int) -> 
     return numbers[: 3 * places].view(3, places), pages.view(places, columns), numbers[at : at + num_tokens]
 
 
+class PrefillShape(NamedTuple):
+    """What a prefill is recorded for: its most tokens, whether prompts' beginnings are cached, and whether every one's is."""
+
+    tokens: int
+    cached: bool
+    all_begun: bool
+
+
 @dataclass(frozen=True)
 class RecordedPrefill:
     """One recorded prefill, and what its attention is told before each replay."""
@@ -176,7 +187,7 @@ class GraphRunner:
         self._fallback = fallback
         self._memory_pool = backend.graph.new_pool()
         self._searches: dict[tuple[int, int, bool], RecordedSearch] = {}
-        self._prefills: dict[tuple[int, bool], RecordedPrefill] = {}
+        self._prefills: dict[PrefillShape, RecordedPrefill] = {}
         self._tokens = {cached: self._recorded_tokens(cached) for cached in (False, True)}
         self._inputs = BatchInputs(
             max(sizes.requests),
@@ -214,9 +225,11 @@ class GraphRunner:
         into the memory that these left in the graphs' pool."""
         for cached in (False, True):
             for tokens in reversed(self._tokens[cached]):
-                self._prefill_of(tokens, cached)
-                if on_progress:
-                    on_progress(f"prefill of {tokens} tokens" + " after cached ones" * cached)
+                for all_begun in (False, True) if cached and tokens <= MOST_ALL_BEGUN else (False,):
+                    self._prefill_of(PrefillShape(tokens, cached, all_begun))
+                    if on_progress:
+                        of_all = ", of every prompt" * all_begun
+                        on_progress(f"prefill of {tokens} tokens" + " after cached ones" * cached + of_all)
         for width in reversed(self._sizes.widths):
             for requests in reversed(self._sizes.requests):
                 if requests * width <= self._sizes.max_rows:
@@ -241,9 +254,12 @@ class GraphRunner:
         return self._sizes.tokens
 
     def _prefill_for(self, batch: Batch) -> RecordedPrefill | None:
-        cached = batch.table.cached is not None
-        tokens = first_from(len(batch.token_ids), self._tokens[cached])
-        return None if tokens is None else self._prefill_of(tokens, cached)
+        cached = batch.table.cached
+        tokens = first_from(len(batch.token_ids), self._tokens[cached is not None])
+        if tokens is None:
+            return None
+        all_begun = cached is not None and tokens <= MOST_ALL_BEGUN and bool((cached > 0).all())
+        return self._prefill_of(PrefillShape(tokens, cached is not None, all_begun))
 
     def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> Tensor:
         """Hidden states [R, D]."""
@@ -263,24 +279,26 @@ class GraphRunner:
             node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
             node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
 
-    def _prefill_of(self, tokens: int, cached: bool) -> RecordedPrefill:
-        if (tokens, cached) not in self._prefills:
-            self._prefills[tokens, cached] = self._record_prefill(tokens, cached)
-        return self._prefills[tokens, cached]
+    def _prefill_of(self, shape: PrefillShape) -> RecordedPrefill:
+        if shape not in self._prefills:
+            self._prefills[shape] = self._record_prefill(*shape)
+        return self._prefills[shape]
 
     def _search_of(self, shape: tuple[int, int, bool]) -> RecordedSearch:
         if shape not in self._searches:
             self._searches[shape] = self._record_search(*shape)
         return self._searches[shape]
 
-    def _record_prefill(self, tokens: int, cached: bool) -> RecordedPrefill:
+    def _record_prefill(self, tokens: int, cached: bool, all_begun: bool) -> RecordedPrefill:
         inputs = self._inputs
         inputs.clear()
         inputs.lengths[0] = tokens
+        if all_begun:
+            inputs.cached[0] = inputs.table.page_size
         host_plan = None if cached else self._searcher.attention.host_plan(tokens, len(inputs.lengths))
         if host_plan is not None:
             host_plan.renew(torch.tensor([tokens]))
-        table = inputs.table if cached else dataclasses.replace(inputs.table, cached=None)
+        table = dataclasses.replace(inputs.table, cached=inputs.table.cached if cached else None, all_begun=all_begun)
 
         def run() -> Tensor:  # the layout is made anew: what it derives from lengths belongs to the recording
             layout = PackedLayout(inputs.lengths, tokens, tokens, table=table, host_plan=host_plan)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention.layout import packed_layout
 from ..hardware.base.attention import AttentionBackend, AttentionPlan, PackedLayout, WriteTarget
 from ..hardware.base.backend import HardwareBackend
+from ..hardware.ops.linear import QuantizedRows
 from ..hardware.ops.search import Beams, NodeFilter, TrieArrays
 from ..kvcache.pool import KVPool
 from ..layers.head import RestrictedHead
@@ -147,11 +148,11 @@ class Told(AttentionPlan):
     def target(self, layer: int) -> WriteTarget | None:
         return self._plan.target(layer)
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         self._tell(layer)
         return self._plan.run(layer, query, key, value)
 
-    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         self._tell(layer)
         return self._plan.run_written(layer, query, key, value)
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from ..hardware.base.attention import AttentionPlan, WriteTarget
 from ..hardware.ops import PlatformOps
+from ..hardware.ops.linear import QuantizedRows
 from .choices import LayerChoices, decomposed
-from .linear import QuantizedRows, make_linear
+from .linear import Fp8Linear, make_linear
 
 
 class Attention(nn.Module):
@@ -61,17 +62,22 @@ class Attention(nn.Module):
         if rows is None:
             return self.o_proj(self.mix(product, angles, plan))
         if rows_plan is None:
-            return self.o_proj(self.mix(product, angles, plan).index_select(0, rows))
+            return self.o_proj(rows_of(self.mix(product, angles, plan), rows))
         return self.o_proj(self._mix_rows(product, angles, plan, rows, rows_plan))
 
-    def mix(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether plans may give quantised results."""
+        return isinstance(self.o_proj, Fp8Linear)
+
+    def mix(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor | QuantizedRows:
         """What stands between the two products: norms, rotation and the plan. product [T, query | key | value] -> [T, ...]."""
         target = plan.target(self.layer)
         query, key, value = self._rotated(product, angles, target)
         run = plan.run if target is None else plan.run_written
         return run(self.layer, query, key, value)
 
-    def mix_whole(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    def mix_whole(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor | QuantizedRows:
         """For training: `mix` where nothing is kept, through the operation whose product's gradient comes in one piece."""
         assert plan.target(self.layer) is None, "what is kept has no gradient"
         norms, kv_heads = (self.q_norm.weight, self.k_norm.weight), self.qkv_proj.parts[1] // self.head_dim
@@ -84,7 +90,7 @@ class Attention(nn.Module):
         plan: AttentionPlan,
         rows: Tensor,
         rows_plan: AttentionPlan,
-    ) -> Tensor:
+    ) -> Tensor | QuantizedRows:
         """`mix` of some rows, int64 [R] -> [R, ...]; all keys and values are kept."""
         target = plan.target(self.layer)
         assert target is not None, "rows that attend apart read what is kept"
@@ -101,6 +107,13 @@ class Attention(nn.Module):
         if target is None:
             return *self._qk_norm_rotary(query, key, *norms, *angles, self.eps), value
         return *self._qk_norm_rotary_store(query, key, value, *norms, *angles, self.eps, *target), value
+
+
+def rows_of(mixed: Tensor | QuantizedRows, rows: Tensor) -> Tensor | QuantizedRows:
+    """Some rows, int64 [R], of attention's result."""
+    if isinstance(mixed, QuantizedRows):
+        return QuantizedRows(*(part.index_select(0, rows) for part in mixed))
+    return mixed.index_select(0, rows)
 
 
 class HeadNorm(nn.Module):

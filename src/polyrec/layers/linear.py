@@ -5,25 +5,16 @@ Quantised layers are for inference: they hold e4m3 weights and fp32 scales, and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import CheckpointError
 from ..hardware.ops import LinearOps
-from ..hardware.ops.linear import BLOCK
+from ..hardware.ops.linear import BLOCK, QuantizedRows
 from ..hardware.ops.spec import FP8
 from .choices import LayerChoices, WeightForm
 
 FP8_MULTIPLE = 16  # e4m3 products take sizes that are multiples of this
-
-
-class QuantizedRows(NamedTuple):
-    """e4m3 values [T, D] and fp32 scale [T, 1] of each row: what a norm or SwiGLU hands to an `Fp8Linear`."""
-
-    values: Tensor
-    scale: Tensor
 
 
 class Linear(nn.Module):

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ..hardware.ops import ActOps, PlatformOps
+from ..hardware.ops.linear import QuantizedRows
 from .choices import LayerChoices
-from .linear import Linear, QuantizedRows, make_linear
+from .linear import Linear, make_linear
 
 
 class GatedMLP(nn.Module):

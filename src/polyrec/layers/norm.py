@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.ops import NormOps
-from .linear import Fp8BlockLinear, Fp8Linear, Linear, QuantizedRows
+from ..hardware.ops.linear import QuantizedRows
+from .linear import Fp8BlockLinear, Fp8Linear, Linear
 
 Normed = Tensor | QuantizedRows
 

@@ -152,6 +152,10 @@ class Qwen3(Decoder):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @property
+    def takes_quantized_attention(self) -> bool:
+        return cast(DecoderLayer, self.layers[-1]).self_attn.takes_quantized
+
+    @property
     def after_attention(self) -> tuple[nn.Module, ...]:
         """What follows the last layer's attention."""
         last = cast(DecoderLayer, self.layers[-1])

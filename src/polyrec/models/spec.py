@@ -55,7 +55,13 @@ class Decoder(nn.Module):
             head_dim=config.head_dim,
             dtype=dtype,
             train=train,
+            quantized=self.takes_quantized_attention,
         )
+
+    @property
+    def takes_quantized_attention(self) -> bool:
+        """Whether attention's results go into products of e4m3 with a scale a row."""
+        return False
 
     @property
     def after_attention(self) -> tuple[nn.Module, ...]:

@@ -17,7 +17,7 @@ from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops import PlatformOps
 from ..hardware.ops.draw import Draw
 from ..hardware.ops.spec import FLOATS
-from .attention_runs import BeamWalk, Prefill, WatchedCache, attend, draw_fused, expect_near, split
+from .attention_runs import BeamWalk, Prefill, WatchedCache, attend, draw_fused, expect_near, plain, split
 from .brute_force import packed_attention
 from .prompts import Prompts, in_pages
 
@@ -85,7 +85,7 @@ def check_gradients(build: Build, hardware: HardwareBackend, needs: AttentionNee
     fused = draw_fused(draw, sum(LENGTHS), needs)
     weight = draw.normal(sum(LENGTHS), needs.num_heads * needs.head_dim)
     ours = hardware.runtime.to_device(fused.clone()).requires_grad_()
-    (plan.run(0, *split(ours, needs)) * hardware.runtime.to_device(weight)).sum().backward()
+    (plain(plan.run(0, *split(ours, needs))) * hardware.runtime.to_device(weight)).sum().backward()
     wide = fused.double().requires_grad_()
     (packed_attention(*split(wide, needs), LENGTHS, branch, needs) * weight.double()).sum().backward()
     assert ours.grad is not None, "no gradient reached the inputs"

@@ -15,6 +15,7 @@ from ..hardware.base.attention import AttentionBackend, AttentionNeeds, Attentio
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops import PlatformOps
 from ..hardware.ops.draw import Draw
+from ..hardware.ops.linear import QuantizedRows
 from ..hardware.ops.spec import TOLERANCES
 from .brute_force import beam_attention, packed_attention
 from .prompts import Prompts
@@ -36,9 +37,15 @@ def attend(plan: AttentionPlan, layer: int, rows: Rows, ops: PlatformOps) -> Ten
     """`plan.run`; in odd layers the caller writes keys and values first, where the plan names a target."""
     target = plan.target(layer) if layer % 2 else None
     if target is None:
-        return plan.run(layer, *rows)
+        return plain(plan.run(layer, *rows))
     ops.kv.write(rows.key, rows.value, *target)
-    return plan.run_written(layer, *rows)
+    return plain(plan.run_written(layer, *rows))
+
+
+def plain(found: Tensor | QuantizedRows) -> Tensor:
+    """A result of attention for which nobody takes quantised ones."""
+    assert isinstance(found, Tensor), "quantised rows were not asked for"
+    return found
 
 
 def draw_fused(draw: Draw, num_tokens: int, needs: AttentionNeeds) -> Tensor:

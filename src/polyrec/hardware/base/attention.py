@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from ..ops import PlatformOps
+from ..ops.linear import QuantizedRows
 
 
 @dataclass(frozen=True)
 class AttentionNeeds:
     """What a model asks of attention. sliding_window: tokens a query sees, itself included; None: all before it.
 
-    soft_cap: scores become soft_cap · tanh(score / soft_cap). mla: latent keys and values (DeepSeek).
+    soft_cap: scores become soft_cap · tanh(score / soft_cap). mla: latent keys and values (DeepSeek). quantized: results go
+    into products of e4m3, so a plan may give them as `QuantizedRows`.
     """
 
     num_layers: int
@@ -34,6 +36,7 @@ class AttentionNeeds:
     soft_cap: float | None = None
     mla: bool = False
     train: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class PageTable:
     pages: int32 [R, P]; places behind a prompt's end hold page 0, which no prompt owns: rows that belong to no sequence are
     written there. longest: at least the longest prompt. cached: int64 [R], how many of each prompt's first tokens are in the
     cache already, and not among the packed rows; None: of none. host_pages, host_cached: the same on the host; None: only the
-    device knows them.
+    device knows them. all_begun: something of every prompt is known to be in the cache.
     """
 
     pages: Tensor
@@ -83,6 +86,7 @@ class PageTable:
     cached: Tensor | None = None
     host_pages: Tensor | None = None
     host_cached: Tensor | None = None
+    all_begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class PackedLayout:
         """The layout of the rows `last`, each a sequence of its own of whose prompt all before it is in the cache."""
         assert self.table is not None, "only a table says where prompts lie"
         before = (self.prompt_lengths - 1).clamp_min(0)
-        table = replace(self.table, cached=before, host_pages=None, host_cached=None)
+        table = replace(self.table, cached=before, host_pages=None, host_cached=None, all_begun=False)
         return PackedLayout(torch.ones_like(self.lengths), 1, len(self.lengths), table=table)
 
     @cached_property
@@ -219,8 +223,9 @@ class AttentionPlan(ABC):
     """One batch's attention, for all layers."""
 
     @abstractmethod
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of one layer. query [T, heads, D], key and value [T, kv heads, D], rotated -> [T, heads · D]."""
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
+        """Attention of one layer. query [T, heads, D], key and value [T, kv heads, D], rotated -> [T, heads · D]; quantised
+        only where `AttentionNeeds.quantized`."""
 
     def target(self, layer: int) -> WriteTarget | None:
         """Where the caller may write keys and values itself, in the kernel that rotates them; it then calls `run_written`.
@@ -229,7 +234,7 @@ class AttentionPlan(ABC):
         """
         return None
 
-    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         """`run` for keys and values that are in `target(layer)` already: each is written once."""
         raise NotImplementedError(f"{type(self).__name__} names no target.")
 

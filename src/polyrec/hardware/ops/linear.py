@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ from .draw import Draw
 from .spec import FP8, INFER, Case, at_least_fp32, op, op_claims, reference_group
 
 Fp8Rows = tuple[Tensor, Tensor]
+
+
+class QuantizedRows(NamedTuple):
+    """e4m3 values [T, D] and fp32 scale [T, 1] of each row: what a norm, SwiGLU or attention hands to a product of e4m3."""
+
+    values: Tensor
+    scale: Tensor
+
+
 FP8_MAX = 448.0  # the largest e4m3 number
 BLOCK = 128  # values that share a scale in block-scaled products (DeepSeek-V3, 2024)
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
