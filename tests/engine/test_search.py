@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from polyrec.engine.engine import Engine, EngineConfig
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
+from polyrec.models.qwen3 import Qwen3
 from polyrec.sid.layout import SidLayout
 from polyrec.sid.trie import build_trie
 
@@ -84,6 +87,34 @@ def test_a_prefill_ends_with_one_row_a_prompt():
     engine.run([SearchRequest(random_prompt(rng, layout, length), 3, 3) for length in (7, 4, 9)])
     before, after = [20, 9, 9], [3, 9, 9]  # the prefill, and two passes of three beams each
     assert sizes == {"layers.0.mlp": before, "layers.1.self_attn": before, "layers.1.mlp": after, "norm": after}
+
+
+def test_what_stands_around_the_layers_is_an_operation_each():
+    """On a GPU each is one launch, where torch's own calls would be some twenty for a prefill and ten between two passes."""
+    rng = np.random.default_rng(3)
+    layout = SidLayout.contiguous((6, 5, 4, 3), 2)
+    calls = Counter()
+
+    def counted(group, name):
+        function = getattr(group, name)
+
+        def count(*arguments):
+            calls[name] += 1
+            return function(*arguments)
+
+        return dataclasses.replace(group, **{name: count})
+
+    backend = copy.copy(get_hardware_backend())
+    ops = backend.ops
+    backend.ops = dataclasses.replace(
+        ops, rope=counted(ops.rope, "angles"), kv=counted(ops.kv, "locate"), search=counted(ops.search, "next_rows")
+    )
+    model = Qwen3(tiny_model(layout, 5).config, backend.ops)
+    model.init_weights(torch.Generator().manual_seed(5))
+    trie = build_trie(random_items(rng, layout.codebook_sizes, 60))
+    engine = Engine(model.eval(), layout, trie, backend, EngineConfig())
+    engine.run([SearchRequest(random_prompt(rng, layout, length), 3, 3) for length in (7, 4)])
+    assert calls == {"locate": 1, "angles": layout.depth, "next_rows": layout.depth - 1}
 
 
 @pytest.mark.parametrize("rule", SCORE_RULES)

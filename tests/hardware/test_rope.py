@@ -20,6 +20,17 @@ def inputs(tokens, heads, kv_heads, dim, seed, dtype=torch.float32):
     return q, k, angle
 
 
+@pytest.mark.parametrize(("half", "theta"), [(1, 1e4), (8, 1e4), (64, 1e6)])
+def test_angles_are_products_rounded_to_fp32(half, theta):
+    positions = np.array([0, 1, 17, 4095, 40_959, 131_071])
+    frequency = (theta ** -(np.arange(half) / half)).astype(np.float32)
+    cos, sin = REFERENCE_OPS.rope.angles(torch.from_numpy(positions), torch.from_numpy(frequency))
+    rounded = (positions[:, None] * frequency.astype(np.float64)).astype(np.float32).astype(np.float64)
+    assert (cos.dtype, sin.dtype, cos.shape) == (torch.float32, torch.float32, (6, half))
+    np.testing.assert_allclose(cos.numpy(), np.cos(rounded), atol=3e-7)
+    np.testing.assert_allclose(sin.numpy(), np.sin(rounded), atol=3e-7)
+
+
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(1, 1, 1, 2), (9, 6, 2, 16), (40, 4, 4, 64)])
 def test_rotary_equals_transformers(tokens, heads, kv_heads, dim):
     q, k, angle = inputs(tokens, heads, kv_heads, dim, seed=tokens)

@@ -206,6 +206,35 @@ def test_strided_logits():
     assert torch.equal(found.node, same.node)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pass_runs_each_beams_newest_token_behind_its_ancestors(seed):
+    """Three passes of random choices; a beam's path is followed in Python."""
+    rng = np.random.default_rng(seed)
+    requests, nodes = int(rng.integers(1, 5)), 30
+    code = torch.tensor([-1, *rng.integers(0, 9, nodes).tolist()])
+    lengths = rng.integers(1, 50, requests)
+    paths = [[[]] for _ in range(requests)]  # of each request's beams: the rows of their earlier tokens
+    ancestors = None
+    for level in range(3):
+        width, old_width = int(rng.integers(1, 6)), len(paths[0])
+        node = rng.integers(0, nodes + 1, (requests, width))  # 0: a dead beam
+        parent = rng.integers(0, old_width, (requests, width)) * (node > 0)
+        beams = Beams(torch.zeros(requests, width), torch.from_numpy(node), torch.from_numpy(parent))
+        rows = REFERENCE_OPS.search.next_rows(beams, ancestors, code, torch.from_numpy(lengths), 100 + 9 * level)
+        if level:
+            paths = [
+                [[*old[beam], request * old_width + beam] for beam in parent[request]]
+                for request, old in enumerate(paths)
+            ]
+        else:
+            paths = [[[]] * width for _ in range(requests)]
+        assert rows.ancestors.tolist() == [path for of_request in paths for path in of_request]
+        assert rows.token_ids.tolist() == [100 + 9 * level + max(int(code[n]), 0) for n in node.flatten()]
+        assert rows.positions.tolist() == [int(length) + level for length in lengths for _ in range(width)]
+        assert {part.dtype for part in (rows.token_ids, rows.positions, rows.ancestors)} == {torch.int64}
+        ancestors = rows.ancestors
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_constrained_topk_equals_sorting_in_python(seed):
     rng = np.random.default_rng(seed)

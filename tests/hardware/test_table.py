@@ -104,6 +104,18 @@ def test_a_fallback_is_reported_once_and_counted(caplog):
     assert record.getMessage().startswith("[op_fallback] Platform 'elsewhere' has no 'norm.add_rms_norm'")
 
 
+def test_a_fusion_of_torchs_own_calls_falls_back_to_its_reference(caplog):
+    ops = dataclasses.replace(REFERENCE_OPS, rope=dataclasses.replace(REFERENCE_OPS.rope, angles=MISSING))
+    found = table(ops)
+    row = found.row("rope.angles")
+    assert (row.origin, row.source, row.fallback) == ("decomposed", "reference", True)
+    given = torch.arange(5), torch.rand(4)
+    torch.testing.assert_close(found.ops.rope.angles(*given), REFERENCE_OPS.rope.angles(*given), rtol=0, atol=0)
+    assert found.fallback_calls()["rope.angles"] == 1
+    assert "has no 'rope.angles': it runs as reference" in caplog.text
+    assert "rope.angles (would fall back" in refused("op_missing", ops=ops, fallback="strict")
+
+
 def test_an_allowed_fallback_is_silent_and_counted_all_the_same(caplog):
     found = table(with_norm(add_rms_norm=MISSING), fallback="allow")
     found.ops.norm.add_rms_norm(torch.randn(3, 8), torch.randn(3, 8), torch.rand(8), 1e-6)

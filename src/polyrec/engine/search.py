@@ -12,7 +12,7 @@ from ..attention.layout import packed_layout
 from ..hardware.base.attention import AttentionBackend, AttentionPlan, PackedLayout, WriteTarget
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.linear import QuantizedRows
-from ..hardware.ops.search import Beams, NodeFilter, TrieArrays
+from ..hardware.ops.search import Beams, NodeFilter, PassRows, TrieArrays
 from ..kvcache.pool import KVPool
 from ..layers.head import RestrictedHead
 from ..models.spec import Decoder
@@ -86,7 +86,7 @@ class Searcher:
 
         after_first_layers: called once the first FIRST_LAYERS layers are queued.
         """
-        layout = prompts.layout
+        layout = prompts.layout.located_by(self._ops.kv.locate)
         plan = self.attention.packed(layout, self.pool)
         if after_first_layers is not None:
             plan = Told(plan, after_first_layers)
@@ -99,24 +99,23 @@ class Searcher:
         kept_as_read = attention.support.prefix and self.pool.keys.dtype == attention.needs.dtype
         if layout.table is None or layout.num_tokens < LAST_ROWS_FROM or not kept_as_read:
             return None
-        return attention.packed(layout.of_last, self.pool)
+        return attention.packed(layout.of_last.located_by(self._ops.kv.locate), self.pool)
 
     @torch.inference_mode()
     def search(self, inputs: SearchInputs) -> Beams:
         """-> the last level's beams, best first; node is a leaf. The layout's prompts are in the pool."""
-        hidden, requests = inputs.hidden, len(inputs.hidden)
-        beams = self._first_level(hidden, inputs)
+        beams = self._first_level(inputs.hidden, inputs)
         if self._layout.depth == 1:
             return beams
         # Of the S − 1 passes, all but the last have their keys and values read later.
         num_kept = self._layout.depth - 2
         attention = self.attention.search(inputs.layout, self.pool, width=inputs.width, num_kept=num_kept)
-        ancestors = torch.zeros((beams.node.numel(), 0), dtype=torch.int64, device=hidden.device)
+        rows: PassRows | None = None
         for level in range(1, self._layout.depth):
+            rows = self._next_rows(beams, rows, inputs, level)
             last = level == self._layout.depth - 1
-            hidden = self._pass(beams, inputs, level, attention.step(ancestors, last=last))
+            hidden = self._pass(rows, attention.step(rows.ancestors, last=last))
             beams = self._step(hidden, level, beams, inputs)
-            ancestors = follow(ancestors, beams.parent, hidden.shape[0] // requests)
         return beams
 
     def _first_level(self, hidden: Tensor, inputs: SearchInputs) -> Beams:
@@ -124,11 +123,15 @@ class Searcher:
         beams = Beams(torch.zeros((len(hidden), 1), device=hidden.device), root, root)
         return self._step(hidden, 0, beams, inputs)
 
-    def _pass(self, beams: Beams, inputs: SearchInputs, level: int, plan: AttentionPlan) -> Tensor:
-        """Runs the tokens that level `level` took -> hidden [R · W, D]."""
-        tokens = self._layout.level_starts[level - 1] + self._trie.code[beams.node].clamp_min(0)
-        positions = (inputs.layout.prompt_lengths + level - 1)[:, None].expand_as(tokens)
-        return self._model(tokens.reshape(-1), positions.reshape(-1), plan)
+    def _next_rows(self, beams: Beams, before: PassRows | None, inputs: SearchInputs, level: int) -> PassRows:
+        """What the pass before level `level` runs: the tokens just chosen. before: what the last pass ran."""
+        ancestors = None if before is None else before.ancestors
+        level_start = self._layout.level_starts[level - 1]
+        return self._ops.search.next_rows(beams, ancestors, self._trie.code, inputs.layout.prompt_lengths, level_start)
+
+    def _pass(self, rows: PassRows, plan: AttentionPlan) -> Tensor:
+        """-> hidden [R · W, D]."""
+        return self._model(rows.token_ids, rows.positions, plan)
 
     def _step(self, hidden: Tensor, level: int, beams: Beams, inputs: SearchInputs) -> Beams:
         logits, normalizer = self._head(hidden.view(*beams.node.shape, -1), level)
@@ -159,10 +162,3 @@ class Told(AttentionPlan):
     def _tell(self, layer: int) -> None:
         if layer == FIRST_LAYERS:
             self._after_first_layers()
-
-
-def follow(ancestors: Tensor, parent: Tensor, old_width: int) -> Tensor:
-    """ancestors int64 [R · W, t] of the old beams, parent int64 [R, W'] -> [R · W', t + 1] of the new ones."""
-    offset = torch.arange(parent.shape[0], device=parent.device)[:, None] * old_width
-    row = (parent + offset).reshape(-1)
-    return torch.cat((ancestors[row], row[:, None]), 1)

@@ -221,7 +221,7 @@ class _Resolver:
         lacking = {need for need in spec.needs if isinstance(self.get(need), Missing)}
         made, source = None, "reference"
         if spec.decompose is not None and not lacking:
-            made, source = spec.decompose(self.get), " + ".join(spec.needs)
+            made, source = spec.decompose(self.get), " + ".join(spec.needs) or "reference"
         elif infer_only is not None:
             made = spec.reference
         if made is None:

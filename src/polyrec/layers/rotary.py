@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hardware.ops import REFERENCE_ROPE_OPS, RopeOps
+
 
 class RotaryAngles(nn.Module):
     """positions int64 [T] -> (cos, sin) fp32 [T, D / 2]."""
 
     inverse_frequency: Tensor
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, ops: RopeOps = REFERENCE_ROPE_OPS) -> None:
         super().__init__()
         self._head_dim = head_dim
         self._theta = theta
+        self._angles = ops.angles
         self.register_buffer("inverse_frequency", self._computed(), persistent=False)
 
     def _computed(self) -> Tensor:
@@ -33,5 +36,4 @@ class RotaryAngles(nn.Module):
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angle = positions[:, None].float() * self.inverse_frequency
-        return angle.cos(), angle.sin()
+        return self._angles(positions, self.inverse_frequency)

@@ -142,7 +142,7 @@ class Qwen3(Decoder):
             DecoderLayer(config, layer, ops, choices) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps, ops.norm, dtype=dtype)
-        self.rotary = RotaryAngles(config.head_dim, config.rope_theta)
+        self.rotary = RotaryAngles(config.head_dim, config.rope_theta, ops.rope)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nn.Linear(size, config.vocab_size, bias=False, dtype=dtype)
 

@@ -22,10 +22,12 @@ from polyrec.hardware.backends.cuda_like.ops import beams, few_rows, launch, lin
 from polyrec.hardware.backends.cuda_like.ops.launch import kernels
 from polyrec.hardware.backends.cuda_like.ops.rope import heads_together
 from polyrec.hardware.ops import act as reference_act
+from polyrec.hardware.ops import kv as reference_kv
 from polyrec.hardware.ops import loss as reference_loss
 from polyrec.hardware.ops import norm as reference_norm
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops import rope as reference_rope
+from polyrec.hardware.ops import search as reference_search
 from polyrec.hardware.ops.check import check_op, map_arguments
 from polyrec.hardware.ops.search import Beams, TrieArrays
 from polyrec.hardware.ops.spec import FP8, TOLERANCES, group_specs
@@ -175,11 +177,11 @@ def test_these_are_all_kernels():
             for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8", "add_rms_norm_mm")
         ),
         *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8", "silu_and_mul_mm")),
-        *(f"rope.{name}" for name in ("rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
+        *(f"rope.{name}" for name in ("angles", "rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
         "rope.qkv_norm_rotary",
         *(f"linear.{name}" for name in ("quantize_fp8", "quantize_fp8_blocks", "scaled_mm", "block_scaled_mm")),
-        *(f"kv.{name}" for name in ("write", "copy_pages")),
-        *(f"search.{name}" for name in ("beam_step", "restricted_log_softmax")),
+        *(f"kv.{name}" for name in ("write", "copy_pages", "locate")),
+        *(f"search.{name}" for name in ("beam_step", "next_rows", "restricted_log_softmax")),
     }
 
 
@@ -706,3 +708,80 @@ def test_beams_in_the_order_of_their_scores_keep_their_parents(monkeypatch, devi
     assert torch.equal(found.parent[0, :30].cpu(), order // fan)
     assert torch.equal(found.node[0, :30].cpu(), first[node[0, order // fan]] + order % fan)
     assert (found.score[0, 30:] == float("-inf")).all()
+
+
+# --- what stands around the layers
+
+
+@pytest.mark.parametrize(("rows", "half", "theta"), [(1, 5, 1e4), (9, 64, 1e6), (300, 3, 1e4)])
+def test_angles_of_far_positions(device, rows, half, theta):
+    """From the product as fp32 rounds it, and as exact as fp32 holds a cosine."""
+    rng = np.random.default_rng(rows)
+    positions = np.append(rng.integers(0, 1 << 21, rows - 1), 4095)
+    frequency = (theta ** -(np.arange(half) / half)).astype(np.float32)
+    found = OPS.rope.angles(torch.from_numpy(positions).to(device), torch.from_numpy(frequency).to(device))
+    angle = (positions[:, None] * frequency.astype(np.float64)).astype(np.float32).astype(np.float64)
+    for one, expected in zip(found, (np.cos(angle), np.sin(angle)), strict=True):
+        assert one.dtype == torch.float32
+        np.testing.assert_allclose(exact(one), expected, rtol=0, atol=3e-7)
+
+
+def test_angles_of_no_rows(device):
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    assert OPS.rope.angles(none, torch.ones(4, device=device))[0].shape == (0, 4)
+
+
+def same(found, expected):
+    for name, wanted in vars(expected).items():
+        one = getattr(found, name)
+        assert (one.dtype, one.shape) == (wanted.dtype, wanted.shape), name
+        assert torch.equal(one.cpu(), wanted), name
+
+
+@pytest.mark.parametrize("block", [4, 256])
+@pytest.mark.parametrize("seed", range(12 if INTERPRETED else 60))
+def test_rows_are_located_as_by_the_reference(device, seed, block, monkeypatch):
+    """Places without a sequence anywhere; blocks shorter than the list of sequences and than a sequence; views of rows."""
+    module = importlib.import_module(PACKAGE + "kv")
+    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(module, "MOST_SPLITS", 2)
+    rng = np.random.default_rng(seed)
+    requests, size = int(rng.integers(1, 12)), int(rng.choice([1, 3, 4, 16]))
+    lengths = torch.from_numpy(rng.integers(0, 30, requests) * (rng.random(requests) < 0.7))
+    if seed == 0:
+        lengths.zero_()
+    cached = torch.from_numpy(rng.integers(0, 20, requests)) if seed % 2 else None
+    columns = -(-50 // size)
+    pages = torch.from_numpy(rng.permutation(requests * columns).reshape(requests, columns).astype(np.int32)) + 1
+    num_tokens = int(lengths.sum()) + int(rng.integers(0, 3) * rng.integers(0, 20))
+    heads = torch.stack((lengths, lengths + 1)).to(device)[0]
+    wide = torch.cat((pages, pages), 1).to(device)[:, :columns]
+    moved = None if cached is None else cached.to(device)
+    expected = reference_kv.locate(lengths, cached, pages, size, num_tokens)
+    same(OPS.kv.locate(heads, moved, wide, size, num_tokens), expected)
+    turned = pages.t().contiguous().to(device).t()
+    same(OPS.kv.locate(heads, moved, turned, size, num_tokens), expected)
+    expected = reference_kv.locate(lengths, cached, None, 1, num_tokens)
+    same(OPS.kv.locate(heads, moved, None, 1, num_tokens), expected)
+
+
+@pytest.mark.parametrize("seed", range(8 if INTERPRETED else 40))
+def test_a_pass_runs_what_the_reference_says(device, seed):
+    """Three passes over beams of changing width, dead ones among them, more than one program's."""
+    rng = np.random.default_rng(seed)
+    requests, nodes, old_width, ancestors = int(rng.integers(1, 9)), 50, 1, None
+    code = torch.tensor([-1, *rng.integers(0, 9, nodes).tolist()])
+    lengths = torch.from_numpy(rng.integers(1, 5000, requests))
+    to = lambda x: x.to(device)  # noqa: E731
+    for level in range(4):
+        width = int(rng.integers(1, 60))
+        node = torch.from_numpy(rng.integers(0, nodes + 1, (requests, width)))
+        parent = torch.from_numpy(rng.integers(0, old_width, (requests, width))) * (node > 0)
+        beams = Beams(torch.zeros(requests, width), node, parent)
+        expected = reference_search.next_rows(beams, ancestors, code, lengths, 7 + 16 * level)
+        found = OPS.search.next_rows(
+            Beams(to(beams.score), to(node), to(parent)), None if ancestors is None else to(ancestors), to(code),
+            to(lengths), 7 + 16 * level,
+        )  # fmt: skip
+        same(found, expected)
+        ancestors, old_width = expected.ancestors, width

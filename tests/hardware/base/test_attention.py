@@ -10,6 +10,7 @@ import torch
 
 from polyrec.attention.layout import packed_layout
 from polyrec.hardware.base.attention import AttentionBackend, AttentionSupport, PackedLayout, PageTable
+from polyrec.hardware.ops import REFERENCE_OPS
 
 
 class Random:
@@ -68,6 +69,35 @@ def test_rows_behind_the_last_sequence_go_to_page_0(batch):
     assert len(spare) == batch.spare_rows
     assert all(0 <= slot < batch.size for slot in spare.tolist())
     assert len(set(spare.tolist())) == min(batch.spare_rows, batch.size), "no slot twice before all were used"
+
+
+def test_positions_count_cached_tokens_and_rows_without_a_sequence_have_none(batch):
+    whole = [range(begun, end) for begun, end in zip(batch.cached, batch.whole, strict=True)]
+    assert batch.layout.positions.dtype == torch.int64
+    assert batch.layout.positions.tolist() == [place for places in whole for place in places] + [0] * batch.spare_rows
+
+
+def test_a_sequences_last_row(batch):
+    """A place without a sequence has the last row before it, or row 0."""
+    assert batch.layout.last.dtype == torch.int64
+    assert batch.layout.last.tolist() == [max(int(end) - 1, 0) for end in np.cumsum(batch.lengths)]
+
+
+def test_what_an_operation_has_found_is_not_derived_again(batch):
+    calls = []
+
+    def locate(*arguments):
+        calls.append(arguments)
+        return REFERENCE_OPS.kv.locate(*arguments)
+
+    layout = batch.layout.located_by(locate)
+    parts = layout.positions, layout.slots, layout.last
+    assert all(one is other for one, other in zip(parts, vars(layout.located).values(), strict=True))
+    for one, other in zip(parts, (batch.layout.positions, batch.layout.slots, batch.layout.last), strict=True):
+        assert torch.equal(one, other)
+    assert len(calls) == 1
+    assert layout.of_last.located is None, "another layout"
+    assert dataclasses.replace(layout, located=None) == batch.layout
 
 
 def test_each_prompts_tokens_are_found_with_what_is_cached(batch):

@@ -17,10 +17,10 @@ FIELDS = [(group, name) for group, cls in op_groups().items() for name in group_
 WANTED = {
     "norm": "rms_norm add_rms_norm add_rms_norm_mm layer_norm rms_norm_fp8 add_rms_norm_fp8",
     "act": "silu_and_mul gelu_and_mul silu_and_mul_mm silu_and_mul_fp8",
-    "rope": "rotary qk_norm_rotary qkv_norm_rotary rotary_store qk_norm_rotary_store",
+    "rope": "angles rotary qk_norm_rotary qkv_norm_rotary rotary_store qk_norm_rotary_store",
     "linear": "mm quantize_fp8 quantize_fp8_blocks scaled_mm block_scaled_mm grouped_mm",
-    "kv": "write copy_pages",
-    "search": "beam_step constrained_topk restricted_log_softmax",
+    "kv": "write copy_pages locate",
+    "search": "beam_step next_rows constrained_topk restricted_log_softmax",
     "sampling": "softmax top_k_mask top_p_mask gumbel_top_k penalize mask",
     "moe": "route permute experts",
     "loss": "linear_cross_entropy weighted_cross_entropy token_logp",

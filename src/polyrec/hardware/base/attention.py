@@ -7,7 +7,7 @@ it is the plan's business, so training, prefill and a beam pass go through one a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import PlatformOps
+from ..ops.kv import Located, locate
 from ..ops.linear import QuantizedRows
 
 
@@ -97,7 +98,8 @@ class PackedLayout:
     sequence's prompt and b ≥ 1 for its b-th branch, which sees the prompt and itself; None: no branches. A captured graph keeps
     longest and num_tokens, and reads lengths anew. host_lengths: the same lengths on the host, all rows theirs; None: only the
     device knows them. table: where the cache keeps them; None: packed token t in slot t. host_plan: of a prefill or a search
-    that is captured, if its attention has one.
+    that is captured, if its attention has one. located: where its rows belong, if a platform's operation has found it; None:
+    torch does, when asked.
     """
 
     lengths: Tensor
@@ -107,6 +109,7 @@ class PackedLayout:
     host_lengths: Tensor | None = None
     table: PageTable | None = None
     host_plan: HostPlan | None = None
+    located: Located | None = None
 
     @cached_property
     def starts(self) -> Tensor:
@@ -141,10 +144,29 @@ class PackedLayout:
         """At least the longest of `prompt_lengths`."""
         return self.longest if self.table is None else self.table.longest
 
+    def located_by(self, locate: Callable[..., Located]) -> PackedLayout:
+        """The same layout with `located` from an implementation of `kv.locate`."""
+        pages, size = (None, 1) if self.table is None else (self.table.pages, self.table.page_size)
+        return replace(self, located=locate(self.lengths, self.cached, pages, size, self.num_tokens))
+
     @cached_property
+    def _located(self) -> Located:
+        return self.located or self.located_by(locate)._located
+
+    @property
     def last(self) -> Tensor:
-        """int64 [R], each sequence's last row; row 0 for a place without a sequence."""
-        return (self.starts + self.lengths - 1).clamp_min(0)
+        """int64 [R], each sequence's last row; of a place without a sequence the last row before it, or row 0."""
+        return self._located.last
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], the place of each row in its prompt, cached tokens counted; 0 for a row without a sequence."""
+        return self._located.positions
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [T], the slot of the cache that each packed row's key and value go to; page 0 takes rows without a sequence."""
+        return self._located.slots
 
     @cached_property
     def of_last(self) -> PackedLayout:
@@ -153,35 +175,6 @@ class PackedLayout:
         before = (self.prompt_lengths - 1).clamp_min(0)
         table = replace(self.table, cached=before, host_pages=None, host_cached=None, all_begun=False)
         return PackedLayout(torch.ones_like(self.lengths), 1, len(self.lengths), table=table)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """int64 [T], the place of each row in its prompt, cached tokens counted; 0 for a row without a sequence."""
-        sequence, owned = self._sequences
-        position = self._rows - self.starts[sequence]
-        if self.cached is not None:
-            position = position + self.cached[sequence]
-        return torch.where(owned, position, 0)
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """int64 [T], the slot of the cache that each packed row's key and value go to; page 0 takes rows without a sequence."""
-        if self.table is None:
-            return self._rows
-        (sequence, owned), size = self._sequences, self.table.page_size
-        slot = self.table.pages[sequence, self.positions // size] * size + self.positions % size
-        return torch.where(owned, slot, self._rows % size)
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return torch.arange(self.num_tokens, device=self.lengths.device)
-
-    @cached_property
-    def _sequences(self) -> tuple[Tensor, Tensor]:
-        """int64 [T], the sequence of each row, and bool [T], whether it has one; the others count as the first's."""
-        sequence = torch.searchsorted(torch.cumsum(self.lengths, 0), self._rows, right=True)
-        owned = sequence < len(self.lengths)
-        return torch.where(owned, sequence, 0), owned
 
     @cached_property
     def prompt_slots(self) -> Tensor:

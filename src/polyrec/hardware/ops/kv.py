@@ -13,6 +13,17 @@ from .linear import FP8_MAX
 from .spec import FP8, INFER, Case, Lookup, op, reference_group
 
 
+@dataclass(frozen=True)
+class Located:
+    """Where the rows of packed sequences belong. positions: int64 [T], each row's place in its prompt, cached tokens counted; 0
+    for a row without a sequence. slots: int64 [T], the slot of the cache that its key and value go to. last: int64 [R], each
+    sequence's last row; of a place without a sequence the last row before it, or row 0."""
+
+    positions: Tensor
+    slots: Tensor
+    last: Tensor
+
+
 def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """key and value [T, KV, D] go to rows `slots` int64 [T] of the caches [slots, KV, D]; slots are distinct.
 
@@ -40,6 +51,29 @@ def page_rows(pages: Tensor, page_size: int) -> Tensor:
     return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()
 
 
+def locate(lengths: Tensor, cached: Tensor | None, pages: Tensor | None, page_size: int, num_tokens: int) -> Located:
+    """Of R sequences, packed one after another into num_tokens rows; rows after the last sequence belong to none.
+
+    lengths: int64 [R], zero for a place without a sequence. cached: int64 [R], tokens of each prompt before its first row;
+    None: none. pages: int32 [R, P], token t of prompt r lies in slot pages[r, t // page_size] · page_size + t % page_size, and
+    page 0 takes rows without a sequence; None: row t goes to slot t.
+    """
+    ends = torch.cumsum(lengths, 0)
+    row = torch.arange(num_tokens, device=lengths.device)
+    sequence = torch.searchsorted(ends, row, right=True)
+    owned = sequence < len(lengths)
+    sequence = torch.where(owned, sequence, 0)
+    position = row - (ends - lengths)[sequence]
+    if cached is not None:
+        position = position + cached[sequence]
+    position = torch.where(owned, position, 0)
+    slot = row
+    if pages is not None:
+        slot = pages[sequence, position // page_size] * page_size + position % page_size
+        slot = torch.where(owned, slot, row % page_size)
+    return Located(position, slot, (ends - 1).clamp_min(0))
+
+
 def _write_cases(draw: Draw) -> Iterator[Case]:
     for rows, heads, dim, slots in ((3, 2, 16, 8), (17, 4, 64, 40))[: 2 if draw.full else 1]:
         yield {
@@ -62,6 +96,23 @@ def _copy_pages_cases(draw: Draw) -> Iterator[Case]:
         }
 
 
+def _locate_cases(draw: Draw) -> Iterator[Case]:
+    for requests, page_size, spare, prefix in ((3, 4, 5, True), (7, 16, 0, True), (4, 3, 2, False)):
+        lengths, cached = draw.integers(0, 12, requests), draw.integers(0, 9, requests)
+        lengths[-2] = 0  # a place without a sequence, and not the last one
+        columns = -(-20 // page_size)
+        yield {
+            "lengths": lengths,
+            "cached": cached if prefix else None,
+            "pages": draw.distinct(requests * columns, requests, columns).int(),
+            "page_size": page_size,
+            "num_tokens": 11 * requests + spare,
+        }
+        if not draw.full:
+            return
+    yield {"lengths": draw.integers(0, 6, 4), "cached": None, "pages": None, "page_size": 1, "num_tokens": 30}
+
+
 def _decompose_copy_pages(op: Lookup) -> Callable[..., None]:
     write = op("kv.write")
 
@@ -76,7 +127,7 @@ def _decompose_copy_pages(op: Lookup) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class KVOps:
-    """Rows and pages of the key and value caches, stored in place."""
+    """Rows and pages of the key and value caches, stored in place, and where packed rows belong."""
 
     write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = field(
         metadata=op(
@@ -99,6 +150,17 @@ class KVOps:
             modes=INFER,
             needs=("kv.write",),
             decompose=_decompose_copy_pages,
+        )
+    )
+    locate: Callable[[Tensor, Tensor | None, Tensor | None, int, int], Located] = field(
+        metadata=op(
+            locate,
+            "lengths int64 [R], cached int64 [R] or None, pages int32 [R, P] or None "
+            "-> positions, slots int64 [T], last int64 [R]",
+            _locate_cases,
+            tier="D",
+            dtypes=(torch.float32,),  # none of them is a float
+            modes=INFER,
         )
     )
 

@@ -1,4 +1,4 @@
-"""Rotary position ops and their meaning, alone and together with what stands around them in attention."""
+"""Rotary position ops and their meaning: angles, and rotation alone and together with what stands around it in attention."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from .spec import INFER, TRAIN, Case, Lookup, op, reference_group
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def angles(positions: Tensor, inverse_frequency: Tensor) -> Pair:
+    """positions int64 [T], inverse_frequency fp32 [D / 2] -> cosine and sine fp32 [T, D / 2] of their products.
+
+    A product is rounded to fp32 first, as in Hugging Face's models: from another rounding, far positions get other angles.
+    """
+    angle = positions[:, None].float() * inverse_frequency.float()
+    return angle.cos(), angle.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,6 +95,12 @@ def qk_norm_rotary_store(
     q, k = qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps)
     kv.write(k, v, key_cache, value_cache, slots)
     return q, k
+
+
+def _angles_cases(draw: Draw) -> Iterator[Case]:
+    for rows, half, theta in ((5, 16, 1e4), (33, 64, 1e6), (1, 5, 1e4))[: 3 if draw.full else 1]:
+        positions = draw.integers(0, 1 << 17, rows)
+        yield {"positions": positions, "inverse_frequency": theta ** -(torch.arange(half, dtype=draw.dtype) / half)}
 
 
 def _rotary_cases(draw: Draw) -> Iterator[Case]:
@@ -190,8 +205,18 @@ def _decompose_qk_norm_rotary_store(op: Lookup) -> Callable[..., Pair]:
 
 @dataclass(frozen=True)
 class RopeOps:
-    """Rotation of queries and keys, with the heads' norms before it and the write into the caches after it."""
+    """Rotation of queries and keys: its angles, the heads' norms before it and the write into the caches after it."""
 
+    angles: Callable[[Tensor, Tensor], Pair] = field(
+        metadata=op(
+            angles,
+            "positions int64 [T], inverse_frequency fp32 [D / 2] -> cos, sin fp32 [T, D / 2]",
+            _angles_cases,
+            tier="D",
+            dtypes=(torch.float32,),
+            modes=INFER,
+        )
+    )
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], Pair] = field(
         metadata=op(
             rotary,

@@ -48,6 +48,16 @@ class Beams:
     parent: Tensor
 
 
+@dataclass(frozen=True)
+class PassRows:
+    """What one pass over R · W beams runs, a row a beam. token_ids, positions: int64 [R · W], each beam's newest token.
+    ancestors: int64 [R · W, t], the rows in which its t earlier tokens were run, oldest first."""
+
+    token_ids: Tensor
+    positions: Tensor
+    ancestors: Tensor
+
+
 @op_claims(graph_safe=False)  # how many children there are decides shapes
 def beam_step(
     logits: Tensor,
@@ -132,6 +142,26 @@ def _ordered_bits(score: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
+def next_rows(
+    beams: Beams, ancestors: Tensor | None, code: Tensor, prompt_lengths: Tensor, level_start: int
+) -> PassRows:
+    """What the pass after a step runs. beams: [R, W]; a dead one runs as any other, with some token of its level.
+
+    ancestors: int64 [R · W', t] of the pass before, over the beams that these extend; None: before the first pass. code: the
+    trie's. prompt_lengths: int64 [R]. level_start: the token of the level's code 0.
+    """
+    requests, width = beams.node.shape
+    token_ids = level_start + code[beams.node].clamp_min(0)
+    if ancestors is None:
+        ancestors = torch.zeros((requests * width, 0), dtype=torch.int64, device=code.device)
+    else:
+        offset = torch.arange(requests, device=code.device)[:, None] * (len(ancestors) // requests)
+        row = (beams.parent + offset).reshape(-1)
+        ancestors = torch.cat((ancestors[row], row[:, None]), 1)
+    positions = (prompt_lengths + ancestors.shape[1])[:, None].expand_as(token_ids)
+    return PassRows(token_ids.reshape(-1), positions.reshape(-1), ancestors)
+
+
 def constrained_topk(logits: Tensor, allowed: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest allowed logits of each row, best first; equal ones by lower index.
 
@@ -179,6 +209,24 @@ def _beam_step_cases(draw: Draw) -> Iterator[Case]:
             yield {**case, "normalizer": None, "node_filter": None, **rest}
 
 
+def _next_rows_cases(draw: Draw) -> Iterator[Case]:
+    for requests, width, old_width, columns in ((2, 5, 3, 1), (3, 4, 1, 0), (1, 1, 7, 3), (17, 9, 9, 2)):
+        score = draw.uniform(requests, width)
+        score[0, width // 2 :] = DEAD
+        node, parent = draw.integers(1, 20, requests, width), draw.integers(0, old_width, requests, width)
+        case = {
+            "beams": Beams(score, node.where(score != DEAD, 0), parent.where(score != DEAD, 0)),
+            "ancestors": draw.integers(0, requests * old_width, requests * old_width, columns),
+            "code": torch.cat((torch.tensor([-1]), draw.integers(0, 8, 19))),
+            "prompt_lengths": draw.integers(1, 4096, requests),
+            "level_start": 8 * columns + 3,
+        }
+        yield case
+        if not draw.full:
+            return
+        yield {**case, "ancestors": None}
+
+
 def _constrained_topk_cases(draw: Draw) -> Iterator[Case]:
     for rows, codes, k in ((3, 24, 4), (17, 256, 50), (5, 8, 12))[: 3 if draw.full else 1]:
         logits, allowed = draw.distinct_floats(rows, codes), draw.integers(0, 2, rows, codes).bool()
@@ -204,7 +252,7 @@ def _decompose_restricted_log_softmax(op: Lookup) -> Callable[..., tuple[Tensor,
 
 @dataclass(frozen=True)
 class SearchOps:
-    """A level of the search: its logits, its choice among codes, its step over the beams."""
+    """A level of the search: its logits, its choice among codes, its step over the beams, and what these run next."""
 
     beam_step: Callable[[Tensor, Tensor | None, Beams, TrieArrays, NodeFilter | None, Tensor, int], Beams] = field(
         metadata=op(
@@ -213,6 +261,17 @@ class SearchOps:
             "-> Beams [R, width]",
             _beam_step_cases,
             tier="R",
+            dtypes=(torch.float32,),
+            modes=INFER,
+        )
+    )
+    next_rows: Callable[[Beams, Tensor | None, Tensor, Tensor, int], PassRows] = field(
+        metadata=op(
+            next_rows,
+            "beams [R, W], ancestors int64 [R · W', t] or None, code int64 [nodes], prompt_lengths int64 [R] "
+            "-> token_ids, positions int64 [R · W], ancestors int64 [R · W, t + 1]",
+            _next_rows_cases,
+            tier="D",
             dtypes=(torch.float32,),
             modes=INFER,
         )

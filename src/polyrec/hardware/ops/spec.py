@@ -58,7 +58,8 @@ class OpSpec:
     configuration needs it. writes: arguments that are filled in place; every other argument stays as it was. views: arguments
     that results may be views of; with others no result shares memory. modes: infer, train (a gradient is needed) or both.
     graph_safe: implementations neither synchronise nor let shapes depend on values, so they can be captured. tolerance: by
-    dtype of a result. needs, decompose: for tier D, the fields it is made of, and how, given a lookup of those. strided:
+    dtype of a result. needs, decompose: for tier D, the fields it is made of, and how, given a lookup of those; where it is
+    made of torch's own calls, it needs none and decomposes into its reference. strided:
     arguments that may be views of wider rows, as the parts of a fused product are; all others are contiguous. constants:
     floating arguments without a gradient. rounds_inside: fp32 results come from values that were rounded to the inputs'
     dtype, so that one's tolerance is theirs.
@@ -89,7 +90,7 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         assert (self.tier == "D") == (self.decompose is not None), "tier D, and only it, says how it decomposes"
-        assert bool(self.needs) == (self.decompose is not None), "what an operation decomposes into is named"
+        assert self.decompose is not None or not self.needs, "what decomposes into nothing needs nothing"
 
 
 def op(
@@ -103,10 +104,20 @@ def op(
 ) -> dict[str, OpSpec]:
     """Metadata for a group's field: `rms_norm: Callable[…] = field(metadata=op(rms_norm, …, tier="R"))`.
 
-    What `decompose` makes can do no more than the implementations it is made of, so it gets their claims.
+    What `decompose` makes can do no more than the implementations it is made of, so it gets their claims. A tier D field
+    without it decomposes into its reference.
     """
-    made = None if decompose is None else functools.partial(_decompose_with_claims, decompose, needs)
+    made: Callable[[Lookup], Function] | None = None
+    if decompose is not None:
+        assert needs, "what an operation decomposes into is named"
+        made = functools.partial(_decompose_with_claims, decompose, needs)
+    elif rest["tier"] == "D":
+        made = functools.partial(_its_reference, reference)
     return {"spec": OpSpec(reference, shapes, cases, needs=needs, decompose=made, **rest)}
+
+
+def _its_reference(reference: Function, lookup: Lookup) -> Function:
+    return reference
 
 
 def _decompose_with_claims(decompose: Callable[[Lookup], Function], needs: tuple[str, ...], lookup: Lookup) -> Function:

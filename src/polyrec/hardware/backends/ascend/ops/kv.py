@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....ops.kv import KVOps, copy_pages
+from ....ops.kv import KVOps, copy_pages, locate
 from ....ops.kv import write as reference_write
 from ....ops.spec import partial_group
 
@@ -36,5 +36,5 @@ class AscendKV:
 
 
 def kv_ops(library: Any) -> KVOps:
-    """Page copies are torch's gather and scatter."""
-    return partial_group(KVOps, write=AscendKV(library).write, copy_pages=copy_pages)
+    """Page copies are torch's gather and scatter, and rows are located by torch too."""
+    return partial_group(KVOps, write=AscendKV(library).write, copy_pages=copy_pages, locate=locate)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.rope import Pair, RopeOps, qkv_norm_rotary
+from ....ops.rope import Pair, RopeOps, angles, qkv_norm_rotary
 from .kv import AscendKV
 from .norm import AscendNorm
 
@@ -71,9 +71,10 @@ class AscendRope:
 
 
 def rope_ops(library: Any) -> RopeOps:
-    """All five."""
+    """All six; angles are torch's."""
     own = AscendRope(library)
     return RopeOps(
+        angles=angles,
         rotary=own.rotary,
         qk_norm_rotary=own.qk_norm_rotary,
         qkv_norm_rotary=qkv_norm_rotary,  # in its parts: training asks for it only where it writes its gradient whole

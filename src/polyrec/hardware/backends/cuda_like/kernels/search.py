@@ -1,4 +1,5 @@
-"""Triton kernels of one beam step on a CSR trie of any size and fan-out: count, select in parallel, merge.
+"""Triton kernels of one beam step on a CSR trie of any size and fan-out: count, select in parallel, merge; then what the kept
+beams run.
 
 A candidate is a number c in 0…total − 1 of its request: beams in the order of their nodes, children in order. Children of a
 lower node have lower numbers, so c orders candidates as their nodes do, and one int64 (score above, c below) sorts exactly as
@@ -194,6 +195,26 @@ def select_of_splits_kernel(
     tl.store(out_score + out, tl.where(kept, bits.to(tl.float32, bitcast=True), DEAD), mask=inside)
     tl.store(out_node + out, tl.where(kept, child, 0), mask=inside)
     tl.store(out_parent + out, tl.where(kept, beam.to(tl.int64), 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "old_width", "level_start"])
+def next_rows_kernel(
+    node, parent, ancestors, code, prompt_lengths, token_ids, positions, out,
+    num_rows, width, old_width, level_start, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK beams a program. COLUMNS: of their ancestors, `out`; one less have those of the beams that they extend."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    request = row // width
+    token = tl.load(code + tl.load(node + row, mask=inside, other=0), mask=inside, other=0)
+    tl.store(token_ids + row, tl.maximum(token, 0).to(tl.int64) + level_start, mask=inside)
+    tl.store(positions + row, tl.load(prompt_lengths + request, mask=inside, other=0) + COLUMNS, mask=inside)
+    if COLUMNS > 0:
+        old = request * old_width + tl.load(parent + row, mask=inside, other=0)
+        out += row.to(tl.int64) * COLUMNS
+        for column in tl.static_range(COLUMNS - 1):
+            tl.store(out + column, tl.load(ancestors + old * (COLUMNS - 1) + column, mask=inside, other=0), mask=inside)
+        tl.store(out + COLUMNS - 1, old, mask=inside)
 
 
 @triton.jit

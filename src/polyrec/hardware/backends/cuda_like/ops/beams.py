@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....ops.search import Beams, NodeFilter, SearchOps, TrieArrays
+from ....ops.search import Beams, NodeFilter, PassRows, SearchOps, TrieArrays
+from ....ops.search import next_rows as reference_next_rows
 from ....ops.search import restricted_log_softmax as reference_restricted_log_softmax
 from .launch import kernels, runs_kernel
 from .search import CUDA_LIKE_SEARCH_OPS
@@ -70,6 +71,29 @@ def beam_step(
     return found
 
 
+def next_rows(
+    beams: Beams, ancestors: Tensor | None, code: Tensor, prompt_lengths: Tensor, level_start: int
+) -> PassRows:
+    """`SearchOps.next_rows`."""
+    if not runs_kernel(code):
+        return reference_next_rows(beams, ancestors, code, prompt_lengths, level_start)
+    (requests, width), device = beams.node.shape, code.device
+    old_width, old = (0, 0) if ancestors is None else (len(ancestors) // requests, ancestors.shape[1])
+    columns, num_rows = 0 if ancestors is None else old + 1, requests * width
+    node, parent = beams.node.contiguous(), beams.parent.contiguous()
+    rows = PassRows(
+        token_ids=torch.empty(num_rows, dtype=torch.int64, device=device),
+        positions=torch.empty(num_rows, dtype=torch.int64, device=device),
+        ancestors=torch.empty((num_rows, columns), dtype=torch.int64, device=device),
+    )
+    kernels("search").next_rows_kernel[(-(-num_rows // 128),)](
+        node, parent, node if ancestors is None or not old else ancestors.contiguous(), code, prompt_lengths,
+        rows.token_ids, rows.positions, rows.ancestors if columns else node, num_rows, width, old_width, level_start,
+        COLUMNS=columns, BLOCK=128,
+    )  # fmt: skip
+    return rows
+
+
 def restricted_log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`SearchOps.restricted_log_softmax`; half-precision products keep their fp32 sums."""
     if not runs_kernel(hidden, weight) or hidden.dtype == torch.float32:
@@ -99,4 +123,9 @@ def warps_of(values: int) -> int:
 
 def search_ops() -> SearchOps:
     """The group with the kernels."""
-    return replace(CUDA_LIKE_SEARCH_OPS, beam_step=beam_step, restricted_log_softmax=restricted_log_softmax)
+    return replace(
+        CUDA_LIKE_SEARCH_OPS,
+        beam_step=beam_step,
+        next_rows=next_rows,
+        restricted_log_softmax=restricted_log_softmax,
+    )

@@ -1,4 +1,5 @@
-"""Writes into the caches and copies of pages through Triton kernels: both caches in one launch, converted where they differ.
+"""Writes into the caches and copies of pages through Triton kernels, both caches in one launch, converted where they differ;
+and where all packed rows belong, in one launch too.
 
 e4m3 pages get the values themselves (their scale is 1), saturated at ±448.
 """
@@ -7,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ....ops import kv as reference
-from ....ops.kv import KVOps
+from ....ops.kv import KVOps, Located
 from .launch import kernels, runs_kernel
 from .rope import heads_together
 
@@ -32,6 +34,16 @@ def copy_pages(key_cache: Tensor, value_cache: Tensor, source: Tensor, target: T
     return kernels("kv").copy_pages(key_cache, value_cache, source, target, size, staged)
 
 
+def locate(lengths: Tensor, cached: Tensor | None, pages: Tensor | None, page_size: int, num_tokens: int) -> Located:
+    """`KVOps.locate`."""
+    if not runs_kernel(lengths):
+        return reference.locate(lengths, cached, pages, page_size, num_tokens)
+    positions = torch.empty(num_tokens, dtype=torch.int64, device=lengths.device)
+    found = Located(positions, torch.empty_like(positions), torch.empty_like(lengths))
+    kernels("kv").locate(lengths, cached, pages, page_size, found.positions, found.slots, found.last)
+    return found
+
+
 def kv_ops() -> KVOps:
     """All fields."""
-    return replace(reference.REFERENCE_KV_OPS, write=write, copy_pages=copy_pages)
+    return replace(reference.REFERENCE_KV_OPS, write=write, copy_pages=copy_pages, locate=locate)

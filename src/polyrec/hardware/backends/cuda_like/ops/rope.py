@@ -1,5 +1,5 @@
-"""Rotation through one Triton kernel, with and without the heads' norms before it and the write into the caches after it, and
-one for the backward pass of norms and rotation.
+"""Rotation through one Triton kernel, with and without the heads' norms before it and the write into the caches after it; one
+for the backward pass of norms and rotation; and one for the angles.
 
 Caches may have another dtype than k and v: e4m3 pages get the values themselves (their scale is 1), saturated at ±448.
 """
@@ -17,6 +17,16 @@ from torch.autograd.function import once_differentiable
 from ....ops import rope as reference
 from ....ops.rope import Pair, RopeOps, Triple, parts_of
 from .launch import kernels, runs_kernel, trains_kernel
+
+
+def angles(positions: Tensor, inverse_frequency: Tensor) -> Pair:
+    """`RopeOps.angles`."""
+    if not runs_kernel(inverse_frequency, positions):
+        return reference.angles(positions, inverse_frequency)
+    cos = torch.empty((len(positions), len(inverse_frequency)), dtype=torch.float32, device=positions.device)
+    sin = torch.empty_like(cos)
+    kernels("angles").angles(positions.contiguous(), inverse_frequency, cos, sin)
+    return cos, sin
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -188,6 +198,7 @@ def rope_ops() -> RopeOps:
     """All fields."""
     return replace(
         reference.REFERENCE_ROPE_OPS,
+        angles=angles,
         rotary=rotary,
         qk_norm_rotary=qk_norm_rotary,
         qkv_norm_rotary=qkv_norm_rotary,
