@@ -185,15 +185,19 @@ def _ready_service(state: ServerState) -> Service:
 
 
 def _note(request: Request, metrics: ServerMetrics, answer: Recommendation) -> None:
-    """Counts an answer and leaves its figures for the log line."""
-    metrics.answers.labels(answer.source).inc()
-    metrics.items.inc(len(answer.items))
-    metrics.unknown_items.inc(len(answer.unknown_items))
+    """Counts an answer, in a moment, and leaves its figures for the log line."""
+    metrics.note_later(functools.partial(_count, metrics, answer))
     request.state.fields = {
         "num_items": len(answer.items),
         "num_unknown": len(answer.unknown_items),
         "source": answer.source,
     }
+
+
+def _count(metrics: ServerMetrics, answer: Recommendation) -> None:
+    metrics.answers.labels(answer.source).inc()
+    metrics.items.inc(len(answer.items))
+    metrics.unknown_items.inc(len(answer.unknown_items))
 
 
 def _json(value: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:

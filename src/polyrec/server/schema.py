@@ -6,6 +6,7 @@ What depends on the server's settings (max_beam_width) is checked in `checked_wi
 from __future__ import annotations
 
 import math
+import operator
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 import orjson
@@ -125,6 +126,9 @@ class RecommendAnswer(BaseModel):
     timing_ms: float
 
 
+_score = operator.attrgetter("score")
+
+
 def encode_answer(answer: Recommendation, *, request_id: str, timing_ms: float) -> bytes:
     """The engine's answer as a RecommendAnswer in JSON. 512 items take 0.1 ms; by way of the models, 0.6."""
     items = [
@@ -132,7 +136,7 @@ def encode_answer(answer: Recommendation, *, request_id: str, timing_ms: float) 
         for rank, (item_id, score, sid, name) in enumerate(answer.items, start=1)
     ]
     # orjson would write null for what is no number; a sum is none if one of its terms is none.
-    assert math.isfinite(sum(item.score for item in answer.items)), "a score that is no number"
+    assert math.isfinite(sum(map(_score, answer.items))), "a score that is no number"
     return orjson.dumps(
         {
             "request_id": request_id,
