@@ -14,7 +14,7 @@ from torch import Tensor
 from .e4m3 import store
 from .rows import stages
 
-PROGRAMS = 512  # as for RMSNorm
+PROGRAMS = 1024  # as for RMSNorm: 114 us for 16,384 tokens of the 1.7B model on an H200, where 512 take 128
 STAGES = 3  # one less than the tokens whose values a program has or waits for; 1: it asks for no token before its turn
 
 
