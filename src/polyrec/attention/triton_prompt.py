@@ -12,6 +12,7 @@ from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayou
 from ..hardware.ops.linear import QuantizedRows
 from ..hardware.ops.spec import FP8
 from . import triton_kernels as kernels
+from . import triton_merge
 from .triton_work import MOST_ITEMS, list_work
 
 # Keys of the smallest span that a prompt is cut into, where its query rows fit one tile; twice that where they do not. Of
@@ -132,7 +133,7 @@ class PromptReader:
             block, warps = triton.next_power_of_2(heads), max(1, min(8, heads * needs.head_dim // 256))
         quantized = into or QuantizedRows(result, result)
         key, value, *others = tensors = self._tensors(query, own)
-        kernels.merge_kernel[(len(query), triton.cdiv(heads, block))](
+        triton_merge.merge_kernel[(len(query), triton.cdiv(heads, block))](
             query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
             *others, result, *quantized, self._width, *own_strides(tensors), needs.sliding_window or 0,
             *common(needs, query), **self._sizes(own), BLOCK=block, MOST=MOST_ITEMS, QUANTIZED=into is not None,
@@ -180,7 +181,7 @@ def join_own(
         block = min(JOINED_AT_ONCE, block)
     key, value, *others = own
     quantized = into or QuantizedRows(result, result)
-    kernels.join_own_kernel[(len(query), triton.cdiv(needs.num_heads, block))](
+    triton_merge.join_own_kernel[(len(query), triton.cdiv(needs.num_heads, block))](
         query, key, value, top, *others, result, *quantized, *own_strides(own), *common(needs, query),
         **sizes(needs, own), BLOCK=block, QUANTIZED=into is not None,
         num_warps=max(1, min(8, block * needs.head_dim // 512)),

@@ -24,11 +24,11 @@ from .roofline import Ceilings, phases
 
 # The first family whose pattern a name holds takes it; the order matters: `scaled_mm` before `mm`, attention before products.
 FAMILIES = {
-    "attention": r"attention|flash|fmha|sdpa|packed_kernel|prompt_kernel|merge_kernel|prefill|merge_state",
-    "search": r"count_kernel|children_kernel|(?<!index)(?<!index_)select|log_sum_exp|beam|topk|sort|radix|log_?softmax"
-    r"|searchsorted|cumsum|scan",
+    "attention": r"attention|flash|fmha|sdpa|packed_kernel|prompt_kernel|merge_kernel|join_own|prefill|merge_state",
+    "search": r"count_kernel|children_kernel|next_rows|(?<!index)(?<!index_)select|log_sum_exp|beam|topk|sort|radix"
+    r"|log_?softmax|searchsorted|cumsum|scan",
     "products": r"gemm|scaled_mm|nvjet|cutlass|xmma|gemv|addmm|\bmm\b|matmul|linear|bmm|splitKreduce|cublas",
-    "rotary and cache": r"rotary|rope|store_kv|kv_cache|write_kv",
+    "rotary and cache": r"rotary|rope|\b_rotate|\b_angles|\b_locate|store_kv|kv_cache|write_kv",
     "norms": r"norm",
     "activation": r"silu|swiglu|gelu",
     "quantise": r"quant|e4m3|fp8",
