@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from .hardware.base.attention import AttentionNeeds as AttentionNeeds
     from .hardware.base.attention import AttentionPlan as AttentionPlan
     from .hardware.base.attention import AttentionSupport as AttentionSupport
+    from .hardware.base.attention import HostPlan as HostPlan
     from .hardware.base.attention import KeyValueCache as KeyValueCache
     from .hardware.base.attention import PackedLayout as PackedLayout
     from .hardware.base.attention import PageTable as PageTable
     from .hardware.base.attention import SearchAttention as SearchAttention
+    from .hardware.base.attention import WriteTarget as WriteTarget
+    from .hardware.ops.linear import QuantizedRows as QuantizedRows
     from .hardware.ops.spec import op_claims as op_claims
 
 _LATE = {
@@ -27,10 +30,13 @@ _LATE = {
     "AttentionNeeds": "hardware.base.attention",
     "AttentionPlan": "hardware.base.attention",
     "AttentionSupport": "hardware.base.attention",
+    "HostPlan": "hardware.base.attention",
     "KeyValueCache": "hardware.base.attention",
     "PackedLayout": "hardware.base.attention",
     "PageTable": "hardware.base.attention",
+    "QuantizedRows": "hardware.ops.linear",
     "SearchAttention": "hardware.base.attention",
+    "WriteTarget": "hardware.base.attention",
     "op_claims": "hardware.ops.spec",
 }
 __all__ = [
@@ -39,11 +45,14 @@ __all__ = [
     "AttentionNeeds",
     "AttentionPlan",
     "AttentionSupport",
+    "HostPlan",
     "KeyValueCache",
     "PackedLayout",
     "PageTable",
     "Plugin",
+    "QuantizedRows",
     "SearchAttention",
+    "WriteTarget",
     "op_claims",
     "register_att_backend",
     "register_ops",

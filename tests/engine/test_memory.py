@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import random_items, tiny_model
 
-from polyrec.attention.sdpa import SdpaAttention
+from polyrec.attention.sdpa import PackedPlan, SdpaAttention
 from polyrec.core.errors import PolyrecError
 from polyrec.engine import search as engine_search
 from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
@@ -137,6 +137,24 @@ def test_last_rows_that_attend_apart_change_no_answer(parts, seed, recorded, mon
     assert None not in plans
     make_engine(parts, recorded, kv_cache_dtype="bf16").run(requests)
     assert plans[-1] is None, "its pages hold other keys than the prefill's own"
+
+
+def test_where_a_plan_writes_keys_itself_all_rows_attend(parts, monkeypatch):
+    """Attention from elsewhere need not name where keys and values go."""
+    rng = np.random.default_rng(0)
+    requests = [request(tokens) for tokens in users(rng, 6)]
+    expected = alone(parts, requests)
+    monkeypatch.setattr(engine_search, "LAST_ROWS_FROM", 1)
+    target, run_written = PackedPlan.target, PackedPlan.run_written
+
+    def run(plan, layer, query, key, value):
+        plan._ops.write(key, value, *target(plan, layer))
+        return run_written(plan, layer, query, key, value)
+
+    monkeypatch.setattr(PackedPlan, "target", lambda plan, layer: None)
+    monkeypatch.setattr(PackedPlan, "run_written", lambda *given: pytest.fail("nobody wrote before"))
+    monkeypatch.setattr(PackedPlan, "run", run)
+    expect_same(make_engine(parts).run(requests), expected)
 
 
 def test_a_returning_user_pays_for_what_is_new(parts):

@@ -17,7 +17,7 @@ class Attention(nn.Module):
 
     layer: its number, which the plan asks for. In `forward`, angles: cos and sin fp32 [T, head_dim / 2]; rows: int64 [R],
     those that go through the output product -> [R, D]; None: all. rows_plan: by which these rows attend, to keys and values
-    that are kept by then; None: all rows attend.
+    that are kept by then; None, or where the plan names no target for them: all rows attend.
     """
 
     def __init__(
@@ -61,9 +61,11 @@ class Attention(nn.Module):
         product = self.qkv_proj(x)
         if rows is None:
             return self.o_proj(self.mix(product, angles, plan))
-        if rows_plan is None:
+        target = plan.target(self.layer)
+        if rows_plan is None or target is None:
             return self.o_proj(rows_of(self.mix(product, angles, plan), rows))
-        return self.o_proj(self._mix_rows(product, angles, plan, rows, rows_plan))
+        parts = (part.index_select(0, rows) for part in self._rotated(product, angles, target))
+        return self.o_proj(rows_plan.run_written(self.layer, *parts))
 
     @property
     def takes_quantized(self) -> bool:
@@ -82,20 +84,6 @@ class Attention(nn.Module):
         assert plan.target(self.layer) is None, "what is kept has no gradient"
         norms, kv_heads = (self.q_norm.weight, self.k_norm.weight), self.qkv_proj.parts[1] // self.head_dim
         return plan.run(self.layer, *self._qkv_norm_rotary(product, *norms, *angles, self.eps, kv_heads))
-
-    def _mix_rows(
-        self,
-        product: Tensor,
-        angles: tuple[Tensor, Tensor],
-        plan: AttentionPlan,
-        rows: Tensor,
-        rows_plan: AttentionPlan,
-    ) -> Tensor | QuantizedRows:
-        """`mix` of some rows, int64 [R] -> [R, ...]; all keys and values are kept."""
-        target = plan.target(self.layer)
-        assert target is not None, "rows that attend apart read what is kept"
-        query, key, value = (part.index_select(0, rows) for part in self._rotated(product, angles, target))
-        return rows_plan.run_written(self.layer, query, key, value)
 
     def _rotated(
         self, product: Tensor, angles: tuple[Tensor, Tensor], target: WriteTarget | None
