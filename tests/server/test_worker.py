@@ -32,6 +32,7 @@ def test_a_worker_told_to_end_at_once_counts_what_it_gives_up(
         settings = ServerSettings(port=0)
         start = WorkerStart(tmp_path, settings, 0, os.getpid(), load_parts, stays_awake)
         worker = Worker(its, start)
+        worker._engine._took = 1.0  # so the next answer is not expected soon
         thread = threading.Thread(target=worker.run, args=([listener],))
         thread.start()
         own.sendall(packed(Facts("loaded")) + packed(Status("ready", True, 0, {})))
