@@ -17,7 +17,7 @@ from polyrec.attention.sdpa import PackedPlan, SdpaAttention
 from polyrec.core.errors import PolyrecError
 from polyrec.engine import search as engine_search
 from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
-from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
+from polyrec.engine.graphs import GraphRunner, GraphSizes, Stage, up_to
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
@@ -492,6 +492,33 @@ def test_clients_that_ask_again_come_to_leave_no_place_empty(busy):
     for _ in range(6):
         engine.step(intake)
     assert device.launches == [1, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_rehearsal_leaves_no_trace(parts, monkeypatch, recorded):
+    """In every look of the intake; with filters, which it leaves out, and when nothing is waited for."""
+    engine, rng, found = make_engine(parts, recorded), np.random.default_rng(5), []
+    device, put, batches = Device(engine, monkeypatch), Stage.put, []
+    monkeypatch.setattr(Stage, "put", lambda *given, **more: batches.append(1) or put(*given, **more))
+    prompts = users(rng, 6)
+    requests = [request(tokens) for tokens in [*prompts, *prompts]]
+    filtered = dataclasses.replace(requests[0], excluded=np.array([0, 3]))
+    expected = alone(parts, [*requests, filtered])
+    engine.rehearse()
+
+    def intake(seconds):
+        before = engine.memory.prefixes.stats, engine.memory.prefixes.num_free, engine.num_waiting
+        inputs = engine._runner._inputs._numbers.clone() if recorded else None
+        engine.rehearse()
+        assert (engine.memory.prefixes.stats, engine.memory.prefixes.num_free, engine.num_waiting) == before
+        assert inputs is None or torch.equal(engine._runner._inputs._numbers, inputs)
+        device.wait(seconds)
+
+    for asked in [*requests, filtered]:
+        engine.submit(asked, found.append)
+        assert engine.step(intake) == 1
+    expect_same(found, expected)
+    assert len(batches) > len(found) if recorded else not batches
 
 
 def test_an_intake_that_fails_gives_all_pages_back(busy):

@@ -107,6 +107,7 @@ class Engine:
         self._pace = Pace()
         self._waiting: list[Waiting] = []
         self._in_flight: InFlight | None = None
+        self._awaited: InFlight | None = None  # whose end `step` waits for
 
     @property
     def num_waiting(self) -> int:
@@ -158,6 +159,7 @@ class Engine:
         if current is None:
             return 0
         try:
+            self._awaited = current
             if self._overlaps:
                 self._launch_behind(current, intake, at_once=split)
             current.finished.synchronize()
@@ -166,10 +168,26 @@ class Engine:
                 [waiting.request for waiting in current.chosen], current.scores, current.nodes, self.trie
             )
         finally:  # also after a fault or Ctrl-C: whoever uses the engine next finds all pages
+            self._awaited = None
             self._release(current.held)
         for waiting, result in zip(current.chosen, results, strict=True):
             waiting.done(result)
         return len(current.chosen)
+
+    def rehearse(self) -> None:
+        """For an intake that neither sleeps nor has anything to do: goes through the host's work on what `step` waits for once
+        more, and leaves no trace. A core that waits for some milliseconds forgets code and tables, and does what comes next,
+        the answer and another request, at half its pace or less. Filters, which take longer, are not gone through."""
+        current = self._awaited
+        if current is None:
+            return
+        asked = [waiting.request for waiting in current.chosen]
+        if any(request.excluded is not None or request.allowed is not None for request in asked):
+            return
+        for request in asked:
+            self.memory.prefixes.peek(request.prompt)
+        self._runner.rehearse(make_batch(asked, current.held, self.memory.size.page_size, self.trie))
+        split_results(asked, current.scores, current.nodes, self.trie)  # whatever they are by now
 
     def run(
         self, requests: Sequence[SearchRequest], on_progress: Callable[[int], None] | None = None

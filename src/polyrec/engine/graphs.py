@@ -78,6 +78,7 @@ class BatchInputs:
         self.table = PageTable(pages, page_size, max_prompt, self.cached)
         self._runtime = runtime
         self._stages = [Stage(runtime, *shape) for _ in range(2)]  # of the batch that runs, and of the next
+        self._rehearsed = Stage(runtime, *shape)
         self._turn = 0
 
     def fill(self, batch: Batch, *, tokens: bool) -> None:
@@ -88,6 +89,10 @@ class BatchInputs:
         used = stage.put(batch, tokens=tokens)
         self._numbers[:used].copy_(stage.numbers[:used], non_blocking=True)
         stage.copied.record(self._runtime.current_stream())
+
+    def rehearse(self, batch: Batch) -> None:
+        """`fill` but for the copy."""
+        self._rehearsed.put(batch, tokens=len(batch.token_ids) <= len(self.token_ids))
 
     def clear(self) -> None:
         """For a recording: what it computes must reach no prompt's pages, and page 0 takes it."""
@@ -219,6 +224,11 @@ class GraphRunner:
         self.num_replays += 1
         requests, width = len(batch.lengths), batch.width
         return Beams(*(part[:requests, :width] for part in (beams.score, beams.node, beams.parent)))
+
+    def rehearse(self, batch: Batch) -> None:
+        """Puts its inputs where nobody reads them."""
+        if self._shape_of(batch) is not None:
+            self._inputs.rehearse(batch)
 
     def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Records every shape that the sizes name, so that no request waits for one. Large ones come first: the others then fit

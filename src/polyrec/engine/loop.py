@@ -203,6 +203,7 @@ class EngineLoop:
         def intake(seconds: float) -> None:
             awake = ANSWER_S - (time.perf_counter() - started)
             if len(unanswered) == 1 and awake > 0 and (outside := self._outside) is not None and outside.stays_awake:
+                engine.rehearse()
                 stay_awake(min(seconds, awake), lambda: not self._queue.empty())
                 submit(self._collect(None))
             else:

@@ -28,6 +28,10 @@ class Runner(Protocol):
         """The finished beams of one batch, on the device: [R, W]."""
         ...
 
+    def rehearse(self, batch: Batch) -> None:
+        """Goes through the host's part of `run` that leaves no trace."""
+        ...
+
     def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Records whatever can be recorded before the first batch."""
         ...
@@ -70,6 +74,9 @@ class DirectRunner:
         if self.num_batches == 1:
             report_never_called(self._backend)
         return beams
+
+    def rehearse(self, batch: Batch) -> None:
+        """Nothing: what the host does here is to launch."""
 
     def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Nothing is recorded."""
