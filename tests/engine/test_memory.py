@@ -139,6 +139,39 @@ def test_last_rows_that_attend_apart_change_no_answer(parts, seed, recorded, mon
     assert plans[-1] is None, "its pages hold other keys than the prefill's own"
 
 
+@pytest.mark.parametrize("longest", [4, PAGE_SIZE, PAGE_SIZE + 1, 40])
+def test_prefills_are_recorded_as_of_prompts_that_there_may_be(parts, longest, monkeypatch):
+    """Where the sizes are larger than the longest prompt: many short ones share such a prefill."""
+    monkeypatch.setattr(engine_search, "LAST_ROWS_FROM", 1)
+    engine = make_engine(parts, recorded=True, max_length=longest)
+    seen, prefill = [], engine._runner._searcher.prefill
+    monkeypatch.setattr(
+        engine._runner._searcher,
+        "prefill",
+        lambda prompts, *rest: seen.append(prompts.layout) or prefill(prompts, *rest),
+    )
+    graph = engine._runner._backend.graph
+    capture = graph.capture
+    with monkeypatch.context() as recording:
+        recording.setattr(graph, "capture", lambda function, pool: [function(), capture(function, pool)][1])
+        engine._runner.record_all()
+    assert {layout.num_tokens for layout in seen} == {16, 32, 64, 128}
+    assert all(int(layout.prompt_lengths.max()) <= longest for layout in seen)
+    assert any(layout.table.all_begun for layout in seen) == (longest > PAGE_SIZE)
+    rng = np.random.default_rng(0)
+    requests = [request(rng.integers(0, LAYOUT.begin, longest - 1)) for _ in range(4)]
+    expect_same(engine.run(requests), alone(parts, requests))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_attention_quantises_where_the_device_has_e4m3(parts, fp8, monkeypatch):
+    """Elsewhere kernels do not know the type, and quantised models run through references."""
+    model, _, backend = parts
+    monkeypatch.setattr(type(model), "takes_quantized_attention", True)
+    monkeypatch.setattr(backend, "capabilities", dataclasses.replace(backend.capabilities, fp8=fp8))
+    assert make_engine(parts)._runner._searcher.attention.needs.quantized == fp8
+
+
 def test_where_a_plan_writes_keys_itself_all_rows_attend(parts, monkeypatch):
     """Attention from elsewhere need not name where keys and values go."""
     rng = np.random.default_rng(0)
@@ -234,7 +267,7 @@ def test_what_the_host_plans_of_a_recorded_prefill_is_renewed_for_each_batch(par
     engine.run([request(tokens) for tokens in first])
     assert told == [(64, 4, [64]), (64, 4, [20, 31])], "for the recording, then the batch, shortest first"
     engine.run([request(tokens) for tokens in second])
-    assert told[2:] == [(128, 4, [128]), (128, 4, [21, 44])]
+    assert told[2:] == [(128, 4, [120]), (128, 4, [21, 44])], "no prompt is longer"
     engine.run([request(np.append(second[1], (1, 2)))])  # goes on from what is cached: no host plan
     engine.run([request(rng.integers(0, LAYOUT.begin, 49))])
     assert told[4:] == [(64, 4, [50])]

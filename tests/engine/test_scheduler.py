@@ -194,6 +194,19 @@ def test_requests_go_later_rather_than_that_places_are_empty(count, tokens, widt
     assert recorded_part(waiting, (), 2, 4096) == count
 
 
+def rows_of(batch, passes):
+    """Through the model, of a search that is recorded for that many."""
+    return sum(each.num_tokens for each in batch) + passes * len(batch) * max(
+        (each.beam_width for each in batch), default=0
+    )
+
+
+def test_the_wide_one_that_waits_counts_for_those_that_go_no_more():
+    waiting = [Candidate(20, 16, 1, 0.0)] * 4 + [Candidate(20, 512, 1, 0.0)]
+    assert recorded_part(waiting, (1, 2, 4, 8), 2, 4096) == 5, "four narrow ones do not fill the device"
+    assert recorded_part(waiting, (1, 2, 4, 8), 2, 208) == 4
+
+
 @given(
     st.lists(st.builds(Candidate, st.integers(1, 3000), st.integers(1, 512), st.just(1), st.just(0.0)), min_size=1),
     st.sets(st.integers(1, 40)).map(sorted),
@@ -210,9 +223,9 @@ def test_a_part_leaves_no_empty_place_and_fills_the_device(chosen, places, passe
         assert part in places
         assert not any(part < place < len(chosen) for place in places)
         assert empty > WASTE * rows
-        assert sum(each.num_tokens for each in chosen[:part]) + part * passes * width >= filling_rows
+        assert rows_of(chosen[:part], passes) >= filling_rows
     else:
         assert part == len(chosen)
         below = max((place for place in places if place < part), default=0)
-        fills = sum(each.num_tokens for each in chosen[:below]) + below * passes * width >= filling_rows
+        fills = rows_of(chosen[:below], passes) >= filling_rows
         assert empty <= WASTE * rows or not below or not fills

@@ -193,6 +193,32 @@ def with_table(layout, **changes):
     )
 
 
+class LastRowsStandTooEarly(SdpaAttention):
+    """Of sequences whose lengths the device alone knows, as those of last rows, all stand one token before their place."""
+
+    def packed(self, layout, cache=None):
+        if layout.host_lengths is None and layout.cached is not None:
+            table = dataclasses.replace(layout.table, cached=(layout.cached - 1).clamp_min(0))
+            layout = dataclasses.replace(layout, table=table)
+        return super().packed(layout, cache)
+
+
+class WritesLastRows(SdpaAttention):
+    """A plan of last rows writes keys and values that are there."""
+
+    def packed(self, layout, cache=None):
+        plan = super().packed(layout, cache)
+        run_written = plan.run_written
+
+        def again(layer, query, key, value):
+            self.ops.kv.write(key, value, *plan.target(layer))
+            return run_written(layer, query, key, value)
+
+        if layout.host_lengths is None and layout.cached is not None:
+            plan.run_written = again
+        return plan
+
+
 class IgnoresCached(SdpaAttention):
     """What is left of a prompt is taken for the whole prompt."""
 

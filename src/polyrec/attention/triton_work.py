@@ -2,7 +2,7 @@
 
 A batch recorded in a graph has places without a sequence, and no prompt as long as the longest that it may hold; a grid over
 all that might be would launch ten empty programs for each full one. The list is made on the device, so nothing is
-synchronised. A prefill's prompts are cut by their own sizes, so nothing depends on neighbours; a search's also by how many
+synchronised. A prefill's prompts are cut by their own sizes, so nothing here depends on neighbours; a search's also by how many
 requests it was recorded for.
 """
 

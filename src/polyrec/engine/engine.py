@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from torch import Tensor
@@ -91,7 +91,10 @@ class Engine:
             (start, start + size) for start, size in zip(layout.level_starts, layout.codebook_sizes, strict=True)
         )
         head = RestrictedHead(model.head_weight.detach(), rows, config.score_rule, backend.ops)
-        attention = backend.attention.build(model.attention_needs(model.head_weight.dtype), backend.ops)
+        needs = model.attention_needs(model.head_weight.dtype)
+        if not backend.capabilities.fp8:  # then e4m3 is told by operations in other dtypes, and kernels know none of it
+            needs = replace(needs, quantized=False)
+        attention = backend.attention.build(needs, backend.ops)
         self.memory = PromptMemory(
             model, attention, backend, config.kv, depth=layout.depth, batch_tokens=config.limits.max_tokens
         )

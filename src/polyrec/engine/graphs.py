@@ -28,7 +28,8 @@ from .search import Prompts, Searcher, SearchInputs, make_prompts
 
 NO_KEY = torch.iinfo(torch.int64).max
 # Prefills of so few tokens after cached ones are recorded once more, for batches in which every prompt's beginning is cached,
-# as that of a returning user alone: without the launches that serve whole prompts, one a layer.
+# as that of a returning user alone: without the launches that serve whole prompts, one a layer. Those save 0.07 of 4.9 ms on an
+# H200 (25 tokens after 2,432, n 50); for how many tokens that is worth a recording is an estimate.
 MOST_ALL_BEGUN = 128
 
 
@@ -235,7 +236,7 @@ class GraphRunner:
         into the memory that these left in the graphs' pool."""
         for cached in (False, True):
             for tokens in reversed(self._tokens[cached]):
-                for all_begun in (False, True) if cached and tokens <= MOST_ALL_BEGUN else (False,):
+                for all_begun in (False, True) if cached and self._may_be_begun(tokens) else (False,):
                     self._prefill_of(PrefillShape(tokens, cached, all_begun))
                     if on_progress:
                         of_all = ", of every prompt" * all_begun
@@ -268,7 +269,7 @@ class GraphRunner:
         tokens = first_from(len(batch.token_ids), self._tokens[cached is not None])
         if tokens is None:
             return None
-        all_begun = cached is not None and tokens <= MOST_ALL_BEGUN and bool((cached > 0).all())
+        all_begun = cached is not None and self._may_be_begun(tokens) and bool((cached > 0).all())
         return self._prefill_of(PrefillShape(tokens, cached is not None, all_begun))
 
     def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> Tensor:
@@ -289,6 +290,10 @@ class GraphRunner:
             node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
             node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
 
+    def _may_be_begun(self, tokens: int) -> bool:
+        """Whether prefills of so many tokens are recorded for prompts that are all begun: a page of each is cached at least."""
+        return tokens <= MOST_ALL_BEGUN and self._inputs.table.longest > self._inputs.table.page_size
+
     def _prefill_of(self, shape: PrefillShape) -> RecordedPrefill:
         if shape not in self._prefills:
             self._prefills[shape] = self._record_prefill(*shape)
@@ -302,12 +307,14 @@ class GraphRunner:
     def _record_prefill(self, tokens: int, cached: bool, all_begun: bool) -> RecordedPrefill:
         inputs = self._inputs
         inputs.clear()
-        inputs.lengths[0] = tokens
-        if all_begun:
-            inputs.cached[0] = inputs.table.page_size
+        begun = inputs.table.page_size if all_begun else 0
+        length = min(
+            tokens, inputs.table.longest - begun
+        )  # as of a batch's prompts: kernels have room for no longer one
+        inputs.cached[0], inputs.lengths[0] = begun, length
         host_plan = None if cached else self._searcher.attention.host_plan(tokens, len(inputs.lengths))
         if host_plan is not None:
-            host_plan.renew(torch.tensor([tokens]))
+            host_plan.renew(torch.tensor([length]))
         table = dataclasses.replace(inputs.table, cached=inputs.table.cached if cached else None, all_begun=all_begun)
 
         def run() -> Tensor:  # the layout is made anew: what it derives from lengths belongs to the recording

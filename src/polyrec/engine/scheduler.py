@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..core.config import Settings
 
-WASTE = 1 / 16  # of a batch's rows, that may be of places without a request
+WASTE = 1 / 16  # of a batch's rows, that may be of places without a request: an estimate
 
 
 class BatchLimits(Settings):
@@ -112,6 +112,7 @@ def recorded_part(chosen: Sequence[Candidate], places: Sequence[int], passes: in
     rows = sum(each.num_tokens for each in chosen) + places[above] * of_search
     if (places[above] - count) * of_search <= WASTE * rows:
         return count
-    fewer = places[below]
-    fills = sum(each.num_tokens for each in chosen[:fewer]) + fewer * of_search >= filling_rows
-    return fewer if fills else count
+    first = chosen[: places[below]]
+    of_search = passes * max(each.beam_width for each in first)
+    fills = sum(each.num_tokens for each in first) + len(first) * of_search >= filling_rows
+    return len(first) if fills else count

@@ -20,8 +20,8 @@ from ..sid.layout import SidLayout
 from ..sid.trie import Trie
 from .batching import Batch
 
-# Of a prefill: with more, the last layer's queries are those of prompts' last rows alone. Listing how they read their prompts
-# costs some launches, as much as the attention of a few hundred tokens.
+# Tokens of a prefill from which on the last layer's queries are those of prompts' last rows alone. Listing how they read their
+# prompts costs some launches; where that begins to pay was not measured.
 LAST_ROWS_FROM = 1025
 # Of a prefill: they keep a device busy until the host has launched the others, some 0.3 ms on a slow host.
 FIRST_LAYERS = 3
@@ -88,16 +88,19 @@ class Searcher:
         """
         layout = prompts.layout.located_by(self._ops.kv.locate)
         plan = self.attention.packed(layout, self.pool)
+        of_last = self._plan_of_last(layout, plan)
         if after_first_layers is not None:
             plan = Told(plan, after_first_layers)
-        return self._model(prompts.token_ids, layout.positions, plan, layout.last, self._plan_of_last(layout))
+        return self._model(prompts.token_ids, layout.positions, plan, layout.last, of_last)
 
-    def _plan_of_last(self, layout: PackedLayout) -> AttentionPlan | None:
+    def _plan_of_last(self, layout: PackedLayout, plan: AttentionPlan) -> AttentionPlan | None:
         """How prompts' last rows attend; None: with all others. Pages of another dtype hold other keys than those that the
-        others read."""
+        others read. plan: of all rows; where it writes keys and values itself, all attend."""
         attention = self.attention
         kept_as_read = attention.support.prefix and self.pool.keys.dtype == attention.needs.dtype
         if layout.table is None or layout.num_tokens < LAST_ROWS_FROM or not kept_as_read:
+            return None
+        if plan.target(attention.needs.num_layers - 1) is None:
             return None
         return attention.packed(layout.of_last.located_by(self._ops.kv.locate), self.pool)
 

@@ -151,6 +151,9 @@ def _check_stored(build: Build, hardware: HardwareBackend, needs: AttentionNeeds
                 )
             times = [after - earlier for after, earlier in zip(cache.versions(), before, strict=True)]
             assert max(*times, len(calls)) <= 1, f"layer {layer}: keys and values were written {times} times, not once"
+            written = cache.versions()
+            prefill.run_last(layer, fused)
+            assert cache.versions() == written, f"layer {layer}: a plan of last rows wrote, though all was there"
 
 
 def _check_search(

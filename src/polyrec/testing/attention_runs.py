@@ -108,6 +108,9 @@ class Prefill:
         self._draw = draw
         self.layout = prompts.layout(hardware)
         self._plan = attention.packed(self.layout, cache)
+        # Asked for before the first one runs, as the engine does where keys and values are written for a plan.
+        names_target = attention.support.prefix and self._plan.target(0) is not None
+        self._of_last = attention.packed(self.layout.of_last, cache) if names_target and prompts.pages else None
 
     def begin(self, layer: int) -> Tensor:
         """Draws a layer's queries, keys and values of whole prompts, fused, and puts the beginnings into the cache."""
@@ -129,6 +132,17 @@ class Prefill:
             )  # fmt: skip
         whole = packed_attention(*split(fused.double(), self._needs), prompts.lengths, None, self._needs)
         expect_near(found, whole[is_rest], self._hardware, self._needs, f"the prefill of layer {layer}")
+
+    def run_last(self, layer: int, fused: Tensor) -> None:
+        """After `run`: each prompt's last row alone gets the same once more, by a plan of its own."""
+        if self._of_last is None:
+            return
+        ends = torch.cumsum(torch.tensor(self._prompts.lengths), 0) - 1
+        rows = split(self._hardware.runtime.to_device(fused[ends]), self._needs)
+        with torch.no_grad():
+            found = plain(self._of_last.run_written(layer, *rows))
+        whole = packed_attention(*split(fused.double(), self._needs), self._prompts.lengths, None, self._needs)
+        expect_near(found, whole[ends], self._hardware, self._needs, f"the prefill's last rows of layer {layer}")
 
 
 class BeamWalk:
