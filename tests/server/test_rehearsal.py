@@ -38,6 +38,7 @@ def test_it_rehearses_until_the_answer_is_expected() -> None:
     async def run() -> None:
         loop, rehearsed = waiting_loop(Awake())
         for number in range(2):
+            expected = loop._took
             asked = loop.search("one")
             started = time.monotonic()
             await asyncio.sleep(0.04)
@@ -45,7 +46,29 @@ def test_it_rehearses_until_the_answer_is_expected() -> None:
             assert await asked == "found"
             await asyncio.sleep(0)
             assert (len(rehearsed) > 2) == (number == 1)
-        assert all(when - started < loop._took - 0.001 for when in rehearsed)
+        assert all(when - started < expected - 0.001 for when in rehearsed)
+
+
+@pytest.mark.parametrize("other", ["metrics", "cancelled", "refused"])
+def test_what_is_no_answer_tells_nothing_of_when_the_next_one_comes(other: str) -> None:
+    async def run() -> None:
+        loop, _ = waiting_loop(Awake())
+        loop._took = 0.02
+        if other == "metrics":
+            asked: Any = asyncio.ensure_future(loop.counts_of_others())
+        else:
+            asked = loop.search("one")
+        await asyncio.sleep(0.05)
+        if other == "cancelled":
+            asked.cancel()
+        else:
+            loop.take(Answers([(0, [] if other == "metrics" else ValueError("refused"))], None))
+        await asyncio.wait([asked])
+        await asyncio.sleep(0)
+        assert other != "refused" or isinstance(asked.exception(), ValueError)
+        assert (loop._took, loop._lone) == (0.02, None)
+
+    asyncio.run(run())
 
     asyncio.run(run())
 

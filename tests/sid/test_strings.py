@@ -140,3 +140,36 @@ def test_regular_ids_spread_over_the_buckets():
         full = (cells != strings.EMPTY).all(axis=1)
         assert full.mean() < 0.05
         assert not (full[:-3] & full[1:-2] & full[2:-1] & full[3:]).any()
+
+
+def test_a_text_is_not_taken_for_a_longer_one_that_ends_like_it() -> None:
+    """Of the same bucket and tag: eight letters that are a multiple of both primes as a number, before the text."""
+    tail = "abcdefghijkl" * 3
+    known = ["ulmvxvtp" + tail, *(f"k{number:035d}" for number in range(60))]
+    index = StringIndex.of(Strings.of(known), 7)
+    key, longer = (text.encode() for text in (tail, known[0]))
+    numbers = [int.from_bytes(text, "big") for text in (key, longer)]
+    assert all(len({number % divisor for number in numbers}) == 1 for divisor in index.facts[:2].tolist())
+    assert index.find(tail) is None
+    assert index.find_all([*known[1:], tail]).tolist() == [*range(1, 61), -1]
+
+
+@pytest.mark.parametrize("longest", [9, 100])
+@pytest.mark.parametrize("letter", ["x", "é", "語"])
+def test_odd_ones_among_many_change_nothing_for_the_others(longest: int, letter: str) -> None:
+    """Texts longer than any that is known, with zeros, unknown ones, and ones that JSON can carry and UTF-8 cannot."""
+    known = [f"{number:0{longest - 3}d}{letter}" for number in range(500)]
+    index = StringIndex.of(Strings.of(known))
+    odd = ["<s_a_1><s_b_2><s_c_3>" * 9, "a\0b", "\0" + known[0], "nobody", "", "\ud800", known[7] + known[8]]
+    for some in (odd, odd[:1], odd[1:2], odd[3:4]):
+        asked = [*known[3:80], *some, *known[100:140]]
+        expected = [*range(3, 80), *[-1] * len(some), *range(100, 140)]
+        assert index.find_all(asked).tolist() == expected
+        assert [index.find(text) for text in some] == [None] * len(some)
+
+
+def test_a_few_long_texts_among_short_ones_are_found() -> None:
+    known = [f"i{number}" * (40 if number % 500 == 0 else 1) for number in range(3000)]
+    index = StringIndex.of(Strings.of(known))
+    assert index.find_all(known).tolist() == list(range(3000))
+    assert [index.find(text) for text in known] == list(range(3000))

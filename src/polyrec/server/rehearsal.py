@@ -21,6 +21,7 @@ from .http import uvicorn_config
 from .metrics import ServerMetrics
 from .protocol import HttpProtocol
 from .remote import RemoteLoop
+from .schema import MAX_ITEM_CHARS
 from .settings import ServerSettings
 from .state import READY, ServerState, Service
 
@@ -31,6 +32,7 @@ class Rehearsal:
 
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         history, n, self._found = service.front.sample()
+        history = [item for item in history if 0 < len(item) <= MAX_ITEM_CHARS]
         content = orjson.dumps({"history": history, "n": min(n, settings.max_beam_width)})
         while len(content) > min(ASIDE_FROM, settings.max_body_bytes) and len(history) > 1:
             history = history[::2]

@@ -18,7 +18,7 @@ from .awake import Awake
 from .channel import Answers, Ask, AskMetrics, Cancel, Profile, Status
 
 _REHEARSE_S = 0.001  # between two rehearsals: in some milliseconds a core's caches lose what it did before
-# Before the answer is expected, when rehearsals end: until then on an H200's machine answers waited 0.1 to 0.2 ms for the last.
+# Before the answer is expected, when rehearsals end: else answers wait for the last of them.
 _REHEARSED_S = 0.0015
 
 
@@ -40,7 +40,7 @@ class RemoteLoop:
         self._channel: Sender | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._lone: tuple[int, float] | None = None  # what was asked last while nothing else was, and when
+        self._lone: tuple[int, float] | None = None  # the search that is all that is waited for, and since when
         self._took = 0.0  # seconds that the last such answer took
 
     def connect(self, channel: Sender) -> None:
@@ -49,7 +49,11 @@ class RemoteLoop:
 
     def search(self, search: Any, deadline: float | None = None) -> asyncio.Future[Any]:
         """Queues a search in the engine's process. A refusal (`queue_full`, …) is the future's exception."""
-        return self._ask(lambda number: Ask(number, search, deadline))
+        future = self._ask(lambda number: Ask(number, search, deadline))
+        if self._awake is not None and len(self._asked) == 1:
+            self._lone = (next(iter(self._asked)), time.monotonic())
+            self._rehearse_later(self._lone[0])
+        return future
 
     def profile(self, action: Literal["start", "stop"]) -> asyncio.Future[Any]:
         """Starts or stops a profile of the engine."""
@@ -109,8 +113,7 @@ class RemoteLoop:
         self._channel.send(message(number))
         if self._awake is not None:  # of several, one finds the others' caches warm, and the core is wanted for work
             self._awake.stay(ANSWER_S if len(self._asked) == 1 else 0.0)
-            self._lone = (number, time.monotonic()) if len(self._asked) == 1 else None
-            self._rehearse_later(number)
+        self._lone = None
         return future
 
     def _rehearse_later(self, number: int) -> None:
@@ -131,7 +134,8 @@ class RemoteLoop:
     def _forget(self, number: int, future: asyncio.Future[Any]) -> None:
         del self._asked[number]
         if self._lone is not None and self._lone[0] == number:
-            self._took = time.monotonic() - self._lone[1]
+            if not future.cancelled() and future.exception() is None:
+                self._took = time.monotonic() - self._lone[1]
             self._lone = None
         if self._awake is not None:
             self._awake.stay(0.0 if self._asked else NEXT_S)

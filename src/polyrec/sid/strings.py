@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _ROWS_AT_A_TIME = 1 << 20  # joined texts have to stay below polars' 4 GiB a value
 # Up to so many texts are looked up, or fetched, one after another. Together is faster from fewer on when all is in the caches,
-# but after a few idle milliseconds nothing is there any more, and numpy's many functions cost 0.1 ms before the first text.
+# but after a few idle milliseconds nothing is there any more, and numpy's many functions come first. Estimates.
 _FEW_FOUND, _FEW_TAKEN = 50, 100
 _WIDEST = 256  # bytes of a text that is found together with others: all of them are laid out as wide as the longest
 _NARROW = 32  # bytes up to which all are laid out as wide as the longest of the catalog, which asks for no look at each
@@ -179,8 +179,19 @@ class StringIndex:
                     row = self.find(texts[place])
                     rows[place] = -1 if row is None else row
             return rows
+        if len(texts) > _FEW_FOUND and 0 < len(fit := self._places_of_fitting(texts)) < len(texts):
+            rows = np.full(len(texts), -1, np.int64)
+            rows[fit] = self.find_all([texts[place] for place in fit])
+            return rows
         found = (self.find(text) for text in texts)
         return np.array([-1 if row is None else row for row in found], np.int64)
+
+    def _places_of_fitting(self, texts: Sequence[str]) -> list[int]:
+        """Of texts that may be among the known ones, by their length and zeros."""
+        if not self._longest:
+            return []
+        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+        return [place for place, text in enumerate(texts) if sizes[place] <= self._longest and "\0" not in text]
 
     def _keys(self, texts: Sequence[str]) -> bytes | None:
         """All texts in UTF-8, with zeros before each of them up to one width, a multiple of 4: that changes neither the number
@@ -188,17 +199,19 @@ class StringIndex:
         joined = "".join(texts)
         if not self._longest or "\0" in joined:
             return None
-        width = _words(self._longest if self._longest <= _NARROW else max(map(len, texts))) * 4
+        encoded = None if joined.isascii() else [text.encode("utf-8", "surrogatepass") for text in texts]
+        width = _words(self._longest if self._longest <= _NARROW else max(map(len, encoded or texts))) * 4
         if width > min(_widest(self._num_buckets), len(self._texts.data)):
             return None
-        if joined.isascii():
+        if encoded is None:
             keys = "".join(map(str.rjust, texts, repeat(width), repeat("\0"))).encode()
         else:
-            keys = b"".join([text.encode("utf-8", "surrogatepass").rjust(width, b"\0") for text in texts])
+            keys = b"".join([text.rjust(width, b"\0") for text in encoded])
         return keys if len(keys) == width * len(texts) else None
 
     def _find_together(self, keys: bytes, num: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """keys: of `num` texts. Returns int64 [num], rows that may be theirs, and bool [num], whether they are; None: all."""
+        """keys: of `num` texts. Returns int64 [num], rows that may be theirs or -1, and bool [num], whether that is certain;
+        None: of all."""
         # Few steps: half of what a few hundred texts cost is numpy's own, and more when nothing is in the caches.
         words = np.frombuffer(keys, ">u4").reshape(num, -1)
         remainders = _remainders(words, self._powers, self._divisors)
@@ -206,9 +219,13 @@ class StringIndex:
         cells ^= remainders[:, 1:] << _ROW_BITS  # leaves the row alone where the tag is the same
         hits = (cells <= _ROW).reshape(-1).nonzero()[0]
         rows = cells.reshape(-1).take(hits).view(np.int64)
+        unknown = None
         if len(hits) != num:
             rows, known = np.zeros(num, np.int64), rows
             rows[hits // _BUCKET] = known
+            # A bucket whose last cell is empty has all of its texts, and none of those has the tag.
+            unknown = (cells[:, -1] & _ROW) == _ROW
+            unknown[hits // _BUCKET] = False
         ends = self._texts.offsets.take(rows + 1)
         lengths = ends - self._texts.offsets.take(rows)
         width = words.shape[1] * 4
@@ -217,7 +234,11 @@ class StringIndex:
         if theirs.tobytes() == keys and lengths.max() <= width <= ends.min():
             return rows, None
         ours = np.frombuffer(keys, np.uint8).reshape(num, width)
-        return rows, (theirs == ours).all(axis=1) & (lengths <= width) & (ends >= width)
+        certain = (theirs == ours).all(axis=1) & (lengths <= width) & (ends >= width)
+        if unknown is not None:
+            rows[unknown] = -1
+            certain |= unknown
+        return rows, certain
 
 
 def _words(length: int) -> int:
@@ -255,10 +276,12 @@ def _remainders_of_all(texts: Strings, divisors: np.ndarray) -> tuple[np.ndarray
         part = slice(begin, begin + _BUILT_AT_ONCE)
         ends = texts.offsets[1:][part].astype(np.int64)
         lengths = ends - texts.offsets[:-1][part]
-        back = np.arange(-_words(min(int(lengths.max()), widest)) * 4, 0)
+        # A few long ones would make all as wide, so they are left to the loop.
+        limit = widest if 8 * int((lengths > _NARROW).sum()) > len(lengths) else min(_NARROW, widest)
+        back = np.arange(-_words(min(int(lengths.max()), limit)) * 4, 0)
         bytes_ = texts.read(ends[:, None] + back) * (back >= -lengths[:, None])
         remainders = _remainders(bytes_.view(">u4"), powers, divisors)
-        for place in (lengths > widest).nonzero()[0].tolist():
+        for place in (lengths > limit).nonzero()[0].tolist():
             number = int.from_bytes(texts.bytes_at(begin + place), "big") * _SCATTER
             remainders[place] = [number % divisor for divisor in divisors.tolist()]
         buckets[part], tags[part] = remainders.T
