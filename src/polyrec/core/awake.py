@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-# Before the release that has cpython 96078, and perhaps for some of 3.10 after it, the call keeps Python's lock.
+# Without cpython's change 96078 sched_yield keeps Python's lock. Which releases of 3.10 have it was not looked up.
 _LETS_GO = hasattr(os, "sched_yield") and sys.version_info >= (3, 11, 1)
 ANSWER_S = 0.05  # the longest wait for the device that is spent awake
 NEXT_S = 0.002  # after an answer: a client that asks again at once does so within this

@@ -308,9 +308,7 @@ class GraphRunner:
         inputs = self._inputs
         inputs.clear()
         begun = inputs.table.page_size if all_begun else 0
-        length = min(
-            tokens, inputs.table.longest - begun
-        )  # as of a batch's prompts: kernels have room for no longer one
+        length = min(tokens, inputs.table.longest - begun)  # kernels have room for no longer prompt
         inputs.cached[0], inputs.lengths[0] = begun, length
         host_plan = None if cached else self._searcher.attention.host_plan(tokens, len(inputs.lengths))
         if host_plan is not None:
