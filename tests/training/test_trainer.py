@@ -10,8 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from reference import tiny_model
+from test_objective import objective as objective_of
+from test_objective import random_examples
 
 from polyrec.core.errors import TrainingError
+from polyrec.data.packing import pack
+from polyrec.models import spec
+from polyrec.sid.layout import SidLayout
+from polyrec.training.accelerate import prepare_layers
 from polyrec.training.objective import Loss
 from polyrec.training.recipe import OptimConfig, learning_rate
 from polyrec.training.trainer import RunningAverage, Trainer
@@ -259,3 +266,49 @@ def test_an_average_follows_without_a_wait_for_its_device():
 def test_without_averaging_the_last_weights_are_kept():
     trainer, _ = make_trainer(Net(), OptimConfig(ema_decay=0.0))
     assert trainer.result is trainer.model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["plain", "fused"])
+@pytest.mark.parametrize("head", ["level", "vocab"])
+def test_a_tied_weight_is_trained_as_one_of_two_uses(monkeypatch, head, form, dtype):
+    """Bit for bit, over steps of the whole loop."""
+    layout = SidLayout.contiguous((200, 150, 250), 2)
+
+    def batch(step):
+        return pack(random_examples(np.random.default_rng(step), layout, prompt_weight=0.5), layout)
+
+    def trained():
+        model = tiny_model(layout, seed=0).to(dtype).train()
+        config = OptimConfig(learning_rate=0.01, warmup_steps=1, clip_norm=0.5, ema_decay=0)
+        trainer = Trainer(model, SimpleNamespace(batch=batch), objective_of(model, layout, head), config, 4)
+        prepare_layers(model, form, checkpointed=0)
+        facts = [trainer.train_step() for _ in range(4)]
+        return [(one.loss, one.by_level, one.grad_norm) for one in facts], list(model.parameters())
+
+    asked = []
+    joined = spec.embed_tied
+    monkeypatch.setattr(spec, "embed_tied", lambda *args: asked.append([len(arg) for arg in args]) or joined(*args))
+    found = trained()
+    monkeypatch.setattr(spec, "embed_tied", lambda weight, ids: (torch.nn.functional.embedding(ids, weight), weight))
+    expected = trained()
+    assert len(asked) == 4
+    assert all(tokens < vocab for vocab, tokens in asked), "batches are short enough for it"
+    assert found[0] == expected[0]
+    assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
+
+
+@pytest.mark.parametrize("head", ["level", "vocab"])
+def test_gradients_of_two_batches_add_up(head):
+    layout = SidLayout.contiguous((200, 150, 250), 2)
+    model = tiny_model(layout, seed=0).double()
+    batches = [pack(random_examples(np.random.default_rng(step), layout), layout) for step in range(2)]
+    alone = []
+    for one in batches:
+        model.zero_grad(set_to_none=True)
+        objective_of(model, layout, head)(model, one).mean.backward()
+        alone.append(model.embed_tokens.weight.grad)
+    model.zero_grad(set_to_none=True)
+    for one in batches:
+        objective_of(model, layout, head)(model, one).mean.backward()
+    torch.testing.assert_close(model.embed_tokens.weight.grad, alone[0] + alone[1])

@@ -168,10 +168,14 @@ class Qwen3(Decoder):
         plan: AttentionPlan,
         rows: Tensor | None = None,
         rows_plan: AttentionPlan | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
-        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, int64 [R], [R, D]."""
+        """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, int64 [R], [R, D].
+
+        embedded: the tokens' rows of the embedding, if `embed` was asked for them.
+        """
         angles = self.rotary(positions)
-        hidden, residual = self.embed_tokens(token_ids), None
+        hidden, residual = self.embed_tokens(token_ids) if embedded is None else embedded, None
         *others, last = self.layers
         for layer in others:
             hidden, residual = layer(hidden, residual, angles, plan)

@@ -13,6 +13,7 @@ from ..core.config import Settings
 from ..hardware.base.attention import AttentionNeeds, AttentionPlan
 from ..hardware.ops import PlatformOps
 from ..layers.choices import LayerChoices
+from ..layers.embedding import embed_tied
 
 
 class DecoderConfig(Settings):
@@ -41,6 +42,14 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, D]."""
         raise NotImplementedError
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """For training: token_ids int64 [T] -> (`embedded` for `forward`, [T, D]; the head's weight for the loss, [V, D]).
+
+        Of a tied weight autograd then sees one use, and its two gradients need no pass over the vocabulary to be one.
+        """
+        weight, head = self.embed_tokens.weight, self.head_weight
+        return embed_tied(weight, token_ids) if head is weight else (self.embed_tokens(token_ids), head)
 
     def attention_needs(self, dtype: torch.dtype, *, train: bool = False) -> AttentionNeeds:
         """What the model asks of attention. dtype: of queries, keys and values. train: gradients are taken.
@@ -75,13 +84,14 @@ class Decoder(nn.Module):
         plan: AttentionPlan,
         rows: Tensor | None = None,
         rows_plan: AttentionPlan | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """token_ids and positions int64 [T], packed -> normed hidden states [T, D]; of `rows`, [R, D].
 
         rows: int64 [R] on the device, any of them as often as one likes; not while layers are trained in another form. All
         tokens' keys and values reach the plan, and what follows the last layer's attention is computed for these rows alone.
         rows_plan: of these rows, by which they attend in the last layer, where the plan keeps keys and values; None: all rows
-        attend there.
+        attend there. embedded: what `embed` gave for these tokens, [T, D]; None: it is looked up here.
         """
         raise NotImplementedError
 

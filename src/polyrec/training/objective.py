@@ -35,7 +35,7 @@ class Objective:
         self._attention = backend.attention.build(needs, backend.ops)
 
     def __call__(self, model: Decoder, batch: PackedBatch) -> Loss:
-        hidden = self._forward(model, batch)
+        hidden, weight = self._forward(model, batch)
         index, code, scale = (
             [self._move(torch.from_numpy(getattr(labels, name))) for labels in batch.labels]
             for name in ("index", "code", "weight")
@@ -45,7 +45,7 @@ class Objective:
         # Weights that sum to one: the mean is then their sum itself, and who has made the sum's gradient need not divide it.
         shares = [part / whole for part in scale]
         sum_up = self._over_levels if self._head == "level" else self._over_vocabulary
-        mean, of_levels = sum_up(model.head_weight, hidden, index, code, shares)
+        mean, of_levels = sum_up(weight, hidden, index, code, shares)
         return Loss(mean, (of_levels * (whole / counts.clamp_min(1e-8))).detach())
 
     def _over_levels(self, weight: Tensor, hidden: Tensor, *labels: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,9 +71,11 @@ class Objective:
         parts = losses.split([len(part) for part in scale])
         return total, torch.stack([(own * part).sum() for own, part in zip(parts, scale, strict=True)])
 
-    def _forward(self, model: Decoder, batch: PackedBatch) -> Tensor:
+    def _forward(self, model: Decoder, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """-> hidden states [T, D]; the head's weight [V, D]."""
         # One branch only goes on where its prompt ends: plain causal attention, which needs no mask.
         branch = torch.from_numpy(batch.branch) if (batch.branch > 1).any() else None
         layout = packed_layout(torch.from_numpy(batch.lengths), branch, self._move)
         token_ids, positions = (self._move(torch.from_numpy(x)) for x in (batch.token_ids, batch.positions))
-        return model(token_ids, positions, self._attention.packed(layout))
+        embedded, weight = model.embed(token_ids)
+        return model(token_ids, positions, self._attention.packed(layout), embedded=embedded), weight
