@@ -151,3 +151,50 @@ def test_a_missing_gradient_counts_as_zero():
 def test_fp32_parameters_are_refused():
     with pytest.raises(AssertionError, match="needs no master"):
         MasterAdamW([{"params": [torch.nn.Parameter(torch.ones(3))]}], lr=0.1, betas=(0.9, 0.99))
+
+
+@pytest.mark.parametrize("alone", [10**9, 100, 1])
+@pytest.mark.parametrize("row", [1, 4, 10**6])
+def test_averages_follow_the_masters(monkeypatch, alone, row):
+    """However parameters stand together; the first time they become the masters themselves."""
+    monkeypatch.setattr(master, "ALONE", alone)
+    monkeypatch.setattr(master, "ROW", row)
+    asked = []
+
+    def seen(*tensors):
+        asked.append([tuple(one.shape) for one in tensors])
+        master.approach(*tensors)
+
+    weights, optimizer = make(average_function=seen)
+    averages = {one: torch.nn.Parameter(torch.full(one.shape, 7.0)) for one in weights}  # as a model has them
+    expected = {one: average.detach().double() for one, average in averages.items()}
+    for share in (1.0, 0.9, 0.25, 0.01):
+        for one, slope in zip(weights, draw(1, *SHAPES), strict=True):
+            one.grad = slope.to(torch.bfloat16)
+        optimizer.step()
+        optimizer.average_into(averages, share)
+        for one, value in optimizer.masters().items():
+            expected[one] += share * (value.double() - expected[one])
+            if share == 1:
+                assert torch.equal(averages[one], value)
+            torch.testing.assert_close(averages[one].detach().double(), expected[one], rtol=1e-6, atol=1e-6)
+    assert len(asked) == 4 * sum(len(one.parameters) == 1 for one in optimizer._buckets)
+    assert all(sizes[0] == sizes[1] == sizes[2] and sizes[3] == () for sizes in asked)
+
+
+@pytest.mark.parametrize("function", [update, master.approach], ids=["update", "approach"])
+def test_what_is_compiled_can_be_traced_whole(function):
+    """Without the code generator, which needs a C++ compiler here."""
+    torch.compiler.reset()
+    values = [value.flatten() for value in draw(3, (8, 16), (8, 16), (8, 16))]
+    upper, rest = split(values[0])
+    if function is update:
+        numbers = torch.tensor([1e-3, 0.1, 0.9, 0.99, 1e-8, 0.1, 0.01, 1.0])
+        tensors = [upper, rest, values[1].to(torch.bfloat16), values[2].to(torch.bfloat16), values[1].square(), numbers]
+    else:
+        tensors = [values[1], upper, rest, torch.tensor(0.3)]
+    found, expected = copy.deepcopy(tensors), copy.deepcopy(tensors)
+    torch.compile(function, backend="aot_eager", fullgraph=True)(*found)
+    function(*expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

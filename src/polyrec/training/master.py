@@ -7,7 +7,7 @@ moments stay fp32: with beta2 near 1 their steps are below bf16's resolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ def update(upper: Tensor, rest: Tensor, gradient: Tensor, first: Tensor, second:
         old.copy_(torch.where(is_sound, new.to(old.dtype), old))
 
 
+def approach(average: Tensor, upper: Tensor, rest: Tensor, share: Tensor) -> None:
+    """Moves fp32 averages in place by a share, fp32 [] on their device, of the way to the values of upper and rest."""
+    average.lerp_(join(upper, rest), share)
+
+
 class Bucket:
     """Parameters that are updated together: they become views into one flat bf16 tensor, in order."""
 
@@ -73,8 +78,12 @@ class Bucket:
 
     def rows(self) -> tuple[Tensor, ...]:
         """What `update` takes before its numbers: weights, rests, gradient and moments, in rows where they make whole ones."""
-        flat = self.upper, self.rest, self.gradient(), self.first, self.second
-        return flat if len(self.upper) % ROW else tuple(part.view(-1, ROW) for part in flat)
+        return in_rows(self.upper, self.rest, self.gradient(), self.first, self.second)
+
+    def values(self) -> list[Tensor]:
+        """Of each parameter, in fp32."""
+        parts = join(self.upper, self.rest).split([parameter.numel() for parameter in self.parameters])
+        return [part.view(own.shape) for own, part in zip(self.parameters, parts, strict=True)]
 
     def state(self) -> dict[str, Tensor]:
         return {"rest": self.rest, "first": self.first, "second": self.second}
@@ -83,9 +92,9 @@ class Bucket:
 class MasterAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` over bf16 parameters with fp32 masters.
 
-    step_function: what updates one bucket: `update`, or a compiled form of it. gradient_scale: what the next step multiplies
-    gradients by, for clipping without a pass of its own; a tensor on their device makes nobody wait. A step whose scale is not
-    finite counts, and changes no weight or moment.
+    step_function: what updates one bucket: `update`, or a compiled form of it. average_function: `approach`, likewise.
+    gradient_scale: what the next step multiplies gradients by, for clipping without a pass of its own; a tensor on their device
+    makes nobody wait. A step whose scale is not finite counts, and changes no weight or moment.
     """
 
     def __init__(
@@ -96,10 +105,12 @@ class MasterAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float = 1e-8,
         step_function: Update = update,
+        average_function: Update = approach,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.gradient_scale: float | Tensor = 1.0
         self._update = step_function
+        self._approach = average_function
         self._steps = 0
         self._buckets = [
             Bucket(parameters, index)
@@ -118,11 +129,21 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def masters(self) -> dict[Tensor, Tensor]:
         """Parameter -> its fp32 value."""
-        found: dict[Tensor, Tensor] = {}
+        return {own: value for one in self._buckets for own, value in zip(one.parameters, one.values(), strict=True)}
+
+    @torch.no_grad()
+    def average_into(self, averages: Mapping[Tensor, Tensor], share: float) -> None:
+        """Moves each parameter's fp32 average by that share of the way to its master, 1 for all of it.
+
+        Compiled it is one pass, 12 bytes a number, and no master is written out: all of them are as large as the averages.
+        """
         for one in self._buckets:
-            parts = join(one.upper, one.rest).split([parameter.numel() for parameter in one.parameters])
-            found |= {own: part.view(own.shape) for own, part in zip(one.parameters, parts, strict=True)}
-        return found
+            targets = [averages[parameter] for parameter in one.parameters]
+            if len(targets) > 1:
+                torch._foreach_lerp_(targets, one.values(), share)
+                continue
+            flat = in_rows(targets[0].detach().view(-1), one.upper, one.rest)
+            self._approach(*flat, torch.full((), share, device=one.upper.device))
 
     def state_dict(self) -> dict[str, Any]:
         """Every tensor in its own dtype (the base class would give all of them the parameters' when it loads)."""
@@ -144,6 +165,11 @@ class MasterAdamW(torch.optim.Optimizer):
         pinned = values if values.device == device else values.pin_memory()
         scale = torch.as_tensor(self.gradient_scale, dtype=torch.float32).reshape(1).to(device)
         return torch.cat([pinned.to(device, non_blocking=True), scale])
+
+
+def in_rows(*flat: Tensor) -> tuple[Tensor, ...]:
+    """Flat tensors of one length, in rows of ROW where they make whole ones."""
+    return flat if len(flat[0]) % ROW else tuple(part.view(-1, ROW) for part in flat)
 
 
 def in_buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -17,7 +16,7 @@ from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
 from ..data.packing import PackedBatch
 from ..models.spec import Decoder
-from .master import MasterAdamW, update
+from .master import MasterAdamW, approach, update
 from .objective import Objective
 from .recipe import OptimConfig, learning_rate
 
@@ -91,7 +90,7 @@ class Trainer:
         norm = self._clip(step, loss.mean, rate)
         self.optimizer.step()
         if self.averaged is not None:
-            self.averaged.update_parameters(self._exact())
+            self.averaged.update_parameters(self.model, self._masters)
         if step + 1 < self._steps:
             with contextlib.suppress(Exception):  # the step that needs it meets the error; this one's work is done
                 self._next = (step + 1, self._loader.batch(step + 1))  # while the device works
@@ -110,13 +109,10 @@ class Trainer:
         while self.progress.step < self._steps and on_step(self.train_step()):
             pass
 
-    def _exact(self) -> torch.nn.Module:
-        """The model as the average reads it: with the fp32 values of its weights."""
-        if not isinstance(self.optimizer, MasterAdamW):
-            return self.model
-        masters = self.optimizer.masters()
-        values = [masters[parameter] for parameter in self.model.parameters()]
-        return cast(torch.nn.Module, SimpleNamespace(parameters=lambda: values, buffers=self.model.buffers))
+    @property
+    def _masters(self) -> MasterAdamW | None:
+        """Who has the exact weights, where the model's are rounded."""
+        return self.optimizer if isinstance(self.optimizer, MasterAdamW) else None
 
     def _set_rate(self, step: int) -> float:
         rate = learning_rate(self._config, step, self._steps)
@@ -164,14 +160,18 @@ class RunningAverage(AveragedModel):
         self._decay = decay
 
     @torch.no_grad()
-    def update_parameters(self, model: torch.nn.Module) -> None:
-        """As torch's own, which asks the device how many updates there were, and so waits for the step that is queued."""
+    def update_parameters(self, model: torch.nn.Module, masters: MasterAdamW | None = None) -> None:
+        """As torch's own, which asks the device how many updates there were, and so waits for the step that is queued. masters:
+        who has the exact values of the model's weights."""
         num = int(self.n_averaged)  # on the host
+        share = 1 - min(self._decay, (1 + num) / (10 + num)) if num else 1.0
         averages, weights = tuple(self.module.parameters()), tuple(model.parameters())
-        if num == 0:
+        if masters is not None:
+            masters.average_into(dict(zip(weights, averages, strict=True)), share)
+        elif num == 0:
             torch._foreach_copy_(averages, weights)
         else:
-            torch._foreach_lerp_(averages, weights, 1 - min(self._decay, (1 + num) / (10 + num)))
+            torch._foreach_lerp_(averages, weights, share)
         for own, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
             own.copy_(theirs)
         self.n_averaged += 1
@@ -184,6 +184,6 @@ def make_optimizer(model: torch.nn.Module, config: OptimConfig, *, compiled: boo
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     rate, betas = config.learning_rate, (config.beta1, config.beta2)
     if matrices[0].dtype == torch.bfloat16:
-        step = torch.compile(update) if compiled else update
-        return MasterAdamW(groups, lr=rate, betas=betas, step_function=step)
+        step, average = (torch.compile(one) if compiled else one for one in (update, approach))
+        return MasterAdamW(groups, lr=rate, betas=betas, step_function=step, average_function=average)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True if compiled else None)
