@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -104,6 +105,13 @@ def test_an_answer_is_its_items_one_by_one(front, leaves):
             catalog.item_ids[row], score, front.layout.text(catalog.codes[row]), catalog.names[row]
         )
     assert (answer.score_rule, answer.source, answer.unknown_items) == ("level", "model", ("nothing",))
+    cards = front.finish_as_cards(prepared, SearchResult(np.array(leaves, np.int64), scores))
+    told = [
+        json.loads(b'{"score":0' + bytes(card)) | {"score": score}
+        for card, score in zip(cards.items, cards.scores, strict=True)
+    ]
+    assert told == [item._asdict() for item in answer.items]
+    assert (cards.score_rule, cards.source, cards.unknown_items) == ("level", "model", ("nothing",))
 
 
 def three_of(front):

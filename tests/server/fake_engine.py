@@ -56,6 +56,9 @@ class FakeFront:
     def finish(self, prepared: FakePrepared, found: Recommendation) -> Recommendation:
         return found
 
+    def finish_as_cards(self, prepared: FakePrepared, found: Recommendation) -> Recommendation:
+        return self.finish(prepared, found)
+
     def sample(self) -> tuple[list[str], int, Recommendation]:
         return ["i0", "i1"], 1, Recommendation((RecommendedItem("i2", -1.0, "<s_a_0>"),), "level")
 

@@ -45,16 +45,33 @@ class RecommendedItem(NamedTuple):
     name: str | None = None
 
 
+Source = Literal["model", "popularity"]
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """The answer: items best first; source tells whether the model or, for a cold user, popularity chose them."""
 
     items: tuple[RecommendedItem, ...]
     score_rule: ScoreRule
-    source: Literal["model", "popularity"] = "model"
+    source: Source = "model"
     unknown_items: tuple[str, ...] = ()
 
     @property
     def item_ids(self) -> list[str]:
         """The item ids alone, best first."""
         return [item.item_id for item in self.items]
+
+
+@dataclass(frozen=True)
+class CardAnswer:
+    """A Recommendation for who writes JSON and needs no items one by one.
+
+    items: of each item its card, JSON in UTF-8 of all that is the same in every answer (`sid.cards`). scores: as many.
+    """
+
+    items: Sequence[memoryview | bytes]
+    scores: list[float]
+    score_rule: ScoreRule
+    source: Source = "model"
+    unknown_items: tuple[str, ...] = ()

@@ -12,9 +12,10 @@ from functools import cached_property
 import numpy as np
 
 from ..core.errors import RequestError
-from ..core.request import Recommendation, RecommendedItem, RecommendRequest, ScoreRule
+from ..core.request import CardAnswer, Recommendation, RecommendedItem, RecommendRequest, ScoreRule
 from ..data.histories import Kind
 from ..data.prompt import PromptBuilder, PromptConfig
+from ..sid.cards import sids_of
 from ..sid.catalog import Catalog
 from ..sid.layout import SidLayout
 from ..sid.trie import leaves_of_rows
@@ -55,7 +56,6 @@ class Front:
         self.facts = facts
         self._kind = kind
         self.prompts = PromptBuilder(layout, prompt)
-        self._sid_format = layout.text(np.zeros(layout.depth, int)).replace("0", "%d")
 
     @classmethod
     def of_folder(cls, folder: ModelFolder, facts: EngineFacts) -> Front:
@@ -115,6 +115,15 @@ class Front:
         items = self._items(self.catalog.trie.rows.take(found.leaves), found.scores)
         return Recommendation(items, self.facts.score_rule, "model", prepared.unknown)
 
+    def finish_as_cards(self, prepared: Prepared, found: SearchResult) -> CardAnswer:
+        """`finish` for an answer in JSON: a fourth of its work, and of what it reads from memory."""
+        cards = self.catalog.cards.taken(found.leaves)
+        return CardAnswer(cards, found.scores.tolist(), self.facts.score_rule, "model", prepared.unknown)
+
+    def make_ready(self) -> None:
+        """Makes what the first answers would wait for."""
+        self.catalog.cards  # noqa: B018 (a cached property)
+
     def sample(self) -> tuple[list[str], int, SearchResult]:
         """A history, an n, and what a search could find: items from all over the catalog, as many as a usual request has."""
         places = np.linspace(0, len(self.catalog) - 1, min(_SAMPLE, len(self.catalog))).astype(np.int64)
@@ -124,11 +133,7 @@ class Front:
 
     def _items(self, rows: np.ndarray, scores: np.ndarray) -> tuple[RecommendedItem, ...]:
         """A column at a time: 512 items of 1.5 million take 0.4 ms, one item after another 2."""
-        if not len(rows):
-            return ()
-        # One formatting writes all SIDs: 512 in 0.08 ms, one after another in 0.15, out of tables of all codes' texts in 0.25.
-        codes = self.catalog.codes.take(rows, axis=0)
-        sids = ("\0".join([self._sid_format] * len(rows)) % tuple(codes.ravel().tolist())).split("\0")
+        sids = sids_of(self.catalog.codes.take(rows, axis=0))
         ids, names = self.catalog.ids_of(rows), self.catalog.names_of(rows)
         return tuple(map(RecommendedItem._make, zip(ids, scores.tolist(), sids, names, strict=True)))
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from ..core.errors import PolyrecError, RequestError
-from ..core.request import Recommendation
+from ..core.request import CardAnswer, Recommendation
 from .auth import KeyCheck
 from .chat_schema import ChatAnswer, ChatBody
 from .context import RequestContext
@@ -29,6 +29,7 @@ from .waiting import Deadline, read_body, wait_answer
 
 if TYPE_CHECKING:
     from ..engine.front import Prepared
+    from ..engine.searches import SearchResult
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         content = await read_body(request, settings.max_body_bytes, deadline)
         asked = parse_body(RecommendBody, content).to_request(settings.max_beam_width)
         prepared = await _aside(len(content), service.front.prepare, asked)
-        answer = await _answer(service, prepared, request, deadline)
+        answer = await _answer(service, prepared, request, deadline, service.front.finish_as_cards)
         _note(request, metrics, answer)
         timing_ms = round(deadline.elapsed * 1000, 3)
         return _sent(encode_answer(answer, request_id=request.state.request_id, timing_ms=timing_ms))
@@ -106,7 +107,7 @@ def _add_chat(router: APIRouter, state: ServerState, settings: ServerSettings, m
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         token_ids = await _aside(len(content), service.chat.token_ids, messages)
         prepared = service.front.prepare_prompt(token_ids, body.n, body.beam_width)
-        answer = await _answer(service, prepared, request, deadline)
+        answer = await _answer(service, prepared, request, deadline, service.front.finish)
         _note(request, metrics, answer)
         return _json(
             ChatAnswer.of(
@@ -128,13 +129,17 @@ async def _aside(size: int, function: Callable[P, T], *args: P.args, **kwargs: P
 
 
 async def _answer(
-    service: Service, prepared: Prepared | Recommendation, request: Request, deadline: Deadline
-) -> Recommendation:
+    service: Service,
+    prepared: Prepared | Recommendation,
+    request: Request,
+    deadline: Deadline,
+    finish: Callable[[Prepared, SearchResult], T],
+) -> T | Recommendation:
     """Has the engine search, and makes the answer here, so that the engine's thread need not."""
     if isinstance(prepared, Recommendation):
         return prepared
     found = await wait_answer(service.loop.search(prepared.search, deadline.at), request, deadline)
-    return service.front.finish(prepared, found)
+    return finish(prepared, found)
 
 
 def _add_models(router: APIRouter, state: ServerState) -> None:
@@ -184,7 +189,7 @@ def _ready_service(state: ServerState) -> Service:
     return state.service
 
 
-def _note(request: Request, metrics: ServerMetrics, answer: Recommendation) -> None:
+def _note(request: Request, metrics: ServerMetrics, answer: Recommendation | CardAnswer) -> None:
     """Counts an answer, in a moment, and leaves its figures for the log line."""
     metrics.note_later(functools.partial(_count, metrics, answer))
     request.state.fields = {
@@ -194,7 +199,7 @@ def _note(request: Request, metrics: ServerMetrics, answer: Recommendation) -> N
     }
 
 
-def _count(metrics: ServerMetrics, answer: Recommendation) -> None:
+def _count(metrics: ServerMetrics, answer: Recommendation | CardAnswer) -> None:
     metrics.answers.labels(answer.source).inc()
     metrics.items.inc(len(answer.items))
     metrics.unknown_items.inc(len(answer.unknown_items))

@@ -133,6 +133,7 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
     _answer_one(loop, recommender.catalog.item_ids[0])
+    recommender.front.make_ready()
     profile = _profile_of(loop, backend.runtime, settings.profile_dir)
     logging.getLogger(LOGGER).info("the engine is ready", extra={FIELDS: stages.seconds()})
     return Service(loop, recommender.front, recommender.layout, chat, profile, loop.attend)

@@ -5,8 +5,7 @@ What depends on the server's settings (max_beam_width) is checked in `checked_wi
 
 from __future__ import annotations
 
-import math
-import operator
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 import orjson
@@ -14,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from ..core.errors import RequestError, closest
-from ..core.request import Recommendation, RecommendRequest, ScoreRule
+from ..core.request import CardAnswer, Recommendation, RecommendRequest, ScoreRule, Source
+from ..sid.cards import written_cards
 
 MAX_HISTORY = 10_000  # items, baskets' members counted; the prompt keeps the newest that fit
 MAX_ITEM_CHARS = 512
@@ -109,8 +109,8 @@ class AnswerItem(BaseModel):
     """One recommended item; rank counts from 1."""
 
     rank: int
-    item_id: str
     score: float
+    item_id: str
     sid: str
     name: str | None
 
@@ -121,32 +121,49 @@ class RecommendAnswer(BaseModel):
     request_id: str
     items: list[AnswerItem]
     score_rule: ScoreRule
-    source: Literal["model", "popularity"]
+    source: Source
     unknown_items: list[str]
     timing_ms: float
 
 
-_score = operator.attrgetter("score")
+_NUM_RANKS = 1024  # as many as most servers allow
 
 
-def encode_answer(answer: Recommendation, *, request_id: str, timing_ms: float) -> bytes:
-    """The engine's answer as a RecommendAnswer in JSON. 512 items take 0.1 ms; by way of the models, 0.6."""
-    items = [
-        {"rank": rank, "item_id": item_id, "score": score, "sid": sid, "name": name}
-        for rank, (item_id, score, sid, name) in enumerate(answer.items, start=1)
-    ]
-    # orjson would write null for what is no number; a sum is none if one of its terms is none.
-    assert math.isfinite(sum(map(_score, answer.items))), "a score that is no number"
-    return orjson.dumps(
+def encode_answer(answer: Recommendation | CardAnswer, *, request_id: str, timing_ms: float) -> bytes:
+    """The engine's answer as a RecommendAnswer in JSON. Of 256 items, which the catalog wrote beforehand, it takes 0.04 ms;
+    by way of the models, 0.3."""
+    cards = answer if isinstance(answer, CardAnswer) else _in_cards(answer)
+    num = len(cards.items)
+    assert len(cards.scores) == num, "a score for each item"
+    scores = orjson.dumps(cards.scores)
+    assert b"n" not in scores, "a score that is no number"  # orjson writes null
+    ranks = _RANKS if num <= _NUM_RANKS else _ranks(num)
+    items = chain.from_iterable(zip(ranks, scores[1:-1].split(b","), cards.items, strict=False))
+    head = orjson.dumps({"request_id": request_id})
+    tail = orjson.dumps(
         {
-            "request_id": request_id,
-            "items": items,
-            "score_rule": answer.score_rule,
-            "source": answer.source,
-            "unknown_items": answer.unknown_items,
+            "score_rule": cards.score_rule,
+            "source": cards.source,
+            "unknown_items": cards.unknown_items,
             "timing_ms": timing_ms,
         }
     )
+    # All items but the first have a comma before them.
+    return b"".join((head[:-1], b',"items":[', b"".join(items)[1:], b"],", tail[1:]))
+
+
+def _ranks(num: int) -> list[bytes]:
+    """What stands before the score of each item."""
+    return [b',{"rank":%d,"score":' % rank for rank in range(1, num + 1)]
+
+
+_RANKS = _ranks(_NUM_RANKS)
+
+
+def _in_cards(answer: Recommendation) -> CardAnswer:
+    item_ids, scores, sids, names = zip(*answer.items, strict=True) if answer.items else ((), (), (), ())
+    cards = [*written_cards(item_ids, sids, names)]
+    return CardAnswer(cards, [*scores], answer.score_rule, answer.source, answer.unknown_items)
 
 
 class ErrorDetail(BaseModel):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..core.request import Recommendation, RecommendRequest
+from ..core.request import CardAnswer, Recommendation, RecommendRequest
 from ..sid.layout import SidLayout
 
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ class Front(Protocol):
     def prepare_prompt(self, token_ids: Sequence[int], n: int, beam_width: int | None = None) -> Prepared:
         """The search of a prompt that ends with `<|sid_begin|>`; RequestError."""
 
-    def finish(self, prepared: Prepared, result: SearchResult) -> Recommendation:
+    def finish(self, prepared: Prepared, found: SearchResult) -> Recommendation:
         """The answer."""
+
+    def finish_as_cards(self, prepared: Prepared, found: SearchResult) -> CardAnswer | Recommendation:
+        """The answer, for `schema.encode_answer`."""
 
     def sample(self) -> tuple[Sequence[str], int, SearchResult]:
         """A history of ids, an n, and what a search could find for them."""

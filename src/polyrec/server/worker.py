@@ -56,7 +56,9 @@ def load_parts(folder: Path, facts: Any) -> Parts:
 
     contents = read_folder(folder)
     chat = ChatPrompt(contents.tokenizer, contents.layout, load_template(folder))
-    return FolderFront.of_folder(contents, facts), contents.layout, chat
+    front = FolderFront.of_folder(contents, facts)
+    front.make_ready()
+    return front, contents.layout, chat
 
 
 def run_worker(end: socket.socket, listener: socket.socket, start: WorkerStart) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..core.errors import CatalogError
 from ..core.files import atomic_path, value_digest
+from .cards import Cards
 from .mapped import map_arrays, write_arrays
 from .strings import StringIndex, Strings, text_series
 from .trie import Trie, build_trie
@@ -88,6 +90,11 @@ class Catalog:
         """The names of rows int [K]."""
         return cast(Strings, self.names).taken(rows)
 
+    @cached_property
+    def cards(self) -> Cards:
+        """What answers in JSON say of the item of each leaf. Made when first asked for, unless a mapped file has it."""
+        return Cards.of(cast(Strings, self.item_ids), self.codes, cast(Strings, self.names), self.trie.rows)
+
     def row_of_codes(self, codes: Sequence[int] | np.ndarray) -> int | None:
         """The row of a SID, codes [S], or None when no item has it."""
         return self.trie.row_of(codes)
@@ -139,6 +146,7 @@ class Catalog:
         arrays |= {name: getattr(self.trie, name) for name in _TRIE}
         arrays |= {f"ids.{name}": getattr(ids, name) for name in _STRINGS}
         arrays |= {f"names.{name}": getattr(names, name) for name in _STRINGS}
+        arrays |= {f"cards.{name}": getattr(self.cards, name) for name in _CARDS}
         return arrays | {"index.cells": self._index.cells, "index.facts": self._index.facts}
 
     @classmethod
@@ -154,6 +162,7 @@ class Catalog:
             Trie(**{name: arrays[name] for name in _TRIE}),
             StringIndex(ids, arrays["index.cells"], arrays["index.facts"]),
         )
+        catalog.__dict__["cards"] = Cards(*(arrays[f"cards.{name}"] for name in _CARDS))
         return catalog
 
     @staticmethod
@@ -165,6 +174,7 @@ class Catalog:
 _REMEDY = "Name a folder made by `polyrec prepare` or `polyrec train`."
 _TRIE = ("first_child", "code", "level_starts", "rows")
 _STRINGS = ("data", "offsets", "missing")
+_CARDS = ("data", "offsets")
 
 
 def _read_parquet(path: Path) -> tuple[Any, np.ndarray, Any, np.ndarray]:

@@ -24,6 +24,11 @@ def code_token(level: int, code: int) -> str:
     return f"<s_{string.ascii_lowercase[level]}_{code}>"
 
 
+def sid_format(depth: int) -> str:
+    """`<s_a_%d><s_b_%d>…`, which codes [S] fill."""
+    return "".join(f"<s_{letter}_%d>" for letter in string.ascii_lowercase[:depth])
+
+
 @dataclass(frozen=True)
 class SidLayout:
     """codebook_sizes: codes per level. level_starts: token id of code 0 of each level. begin, end: token ids."""
