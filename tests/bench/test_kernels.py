@@ -28,6 +28,7 @@ from polyrec.models.options import ModelOptions
         ("silu_and_mul_fp8_kernel", "activation"),
         ("quantize_rows_kernel", "quantise"),
         ("select_kernel", "search"),
+        ("select_in_groups_kernel", "search"),
         ("select_of_splits_kernel", "search"),
         ("merge_kernel", "attention"),
         ("join_own_kernel", "attention"),

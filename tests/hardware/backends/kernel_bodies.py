@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from itertools import product
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops import rope as reference_rope
 from polyrec.hardware.ops import search as reference_search
 from polyrec.hardware.ops.check import check_op, map_arguments
-from polyrec.hardware.ops.search import Beams, TrieArrays
+from polyrec.hardware.ops.search import Beams, NodeFilter, TrieArrays
 from polyrec.hardware.ops.spec import FP8, TOLERANCES, group_specs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -68,7 +69,7 @@ def interpreter(monkeypatch):
         for module in (launch, loss):
             monkeypatch.setattr(module, "on_accelerator", lambda x: True)
         monkeypatch.setattr(linear, "is_tuned", lambda device: True)
-        monkeypatch.setattr(beams, "MIN_KEPT", 16)  # it takes a second to sort 512 numbers
+        monkeypatch.setattr(beams, "BLOCK", 64)  # several, where there are few candidates
 
 
 @pytest.fixture(scope="module")
@@ -689,7 +690,7 @@ def test_the_beam_step_passes_the_references_tests(backend, name):
 
 def test_beams_in_the_order_of_their_scores_keep_their_parents(monkeypatch, device):
     """Many blocks and splits: a wide step equals a plain sort of every candidate."""
-    monkeypatch.setattr(beams, "MIN_KEPT", 16)
+    monkeypatch.setattr(beams, "BLOCK", 64)
     generator = torch.Generator().manual_seed(3)
     parents, fan = 40, 7
     node = torch.randperm(parents, generator=generator)[:20][None] + 1
@@ -708,6 +709,94 @@ def test_beams_in_the_order_of_their_scores_keep_their_parents(monkeypatch, devi
     assert torch.equal(found.parent[0, :30].cpu(), order // fan)
     assert torch.equal(found.node[0, :30].cpu(), first[node[0, order // fan]] + order % fan)
     assert (found.score[0, 30:] == float("-inf")).all()
+
+
+# Of a step: requests, beams, children of a beam at most, width; candidates of a block, values of a tile, splits at most.
+STEPS = {
+    "one list": (2, 3, 9, 5, 512, 4096, 128),
+    "fewer candidates than are kept": (1, 2, 4, 100, 64, 4096, 128),
+    "one tile, a width that is no power of two": (2, 20, 30, 50, 64, 4096, 128),
+    "more splits than blocks": (3, 30, 3, 33, 64, 128, 128),
+    "several blocks a split": (1, 40, 40, 20, 64, 4096, 3),
+    "two stages": (2, 30, 60, 33, 64, 256, 128),
+    "two stages, several tiles a program": (1, 40, 60, 64, 64, 64, 17),
+    "lists as long as blocks": (1, 30, 40, 256, 64, 1024, 128),
+    "many requests": (9, 12, 30, 40, 64, 512, 128),
+}
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_lists_of_candidates_become_one(device, name, filtered, monkeypatch):
+    """Beams that died, beams without children, equal scores."""
+    requests, num_beams, fan, width, block, tile, splits = STEPS[name]
+    for constant, value in (("BLOCK", block), ("TILE", tile), ("MAX_SPLITS", splits), ("ENOUGH_SPLITS", 1000)):
+        monkeypatch.setattr(beams, constant, value)
+    monkeypatch.setattr(beams, "PROGRAMS", 64)
+    monkeypatch.setattr(beams, "KEPT_VALUES", 1 << 12)
+    generator = torch.Generator().manual_seed(len(name))
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    chosen = lambda size, count: torch.randperm(size, generator=generator)[:count]  # noqa: E731
+    parents = num_beams + 9
+    count = torch.randint(0, fan + 1, (parents,), generator=generator)
+    first = torch.cat((torch.tensor([1]), 1 + parents + torch.tensor([0, *count.cumsum(0).tolist()])))
+    codes = [chosen(fan, number).sort().values for number in count.tolist()]
+    code = torch.cat((torch.tensor([-1]), torch.arange(parents), *codes))
+    score = (draw(requests, num_beams) * 8).round() / 8
+    score[draw(requests, num_beams) > 1] = float("-inf")
+    score[0] = score[0].clamp_min(-9)  # this request's are all alive, and the last one has a single beam
+    score[1:][-1:, 1:] = float("-inf")
+    node = 1 + torch.stack([chosen(parents, num_beams) for _ in range(requests)])
+    node_filter = None
+    if filtered:
+        keys = [
+            request * 2 * len(code) + chosen(len(code), len(code) // 2).sort().values for request in range(requests)
+        ]
+        node_filter = NodeFilter(torch.cat(keys), torch.arange(requests) % 2 == 0, 2 * len(code))
+    arguments = {
+        "logits": (draw(requests, num_beams, fan) * 8).round() / 8,
+        "normalizer": draw(requests, num_beams).round(),
+        "beams": Beams(score, node, torch.zeros_like(node)),
+        "trie": TrieArrays(first, code),
+        "node_filter": node_filter,
+        "widths": torch.tensor([width, *torch.randint(1, width + 1, (requests - 1,), generator=generator).tolist()]),
+        "width": width,
+    }
+    found = OPS.search.beam_step(**map_arguments(lambda tensor: tensor.to(device), arguments))
+    same(found, reference_search.beam_step(**arguments))
+
+
+def test_a_step_without_any_candidate(device):
+    """Its lists were never written."""
+    dead = torch.full((2, 5), float("-inf"), device=device)
+    node = torch.zeros(2, 5, dtype=torch.int64, device=device)
+    first, code = torch.tensor([1, 4], device=device), torch.tensor([-1, 0, 1, 2], device=device)
+    found = OPS.search.beam_step(
+        torch.zeros(2, 5, 3, device=device), dead, Beams(dead, node, node), TrieArrays(first, code), None,
+        torch.tensor([40, 1], device=device), 40,
+    )  # fmt: skip
+    zero = torch.zeros(2, 40, dtype=torch.int64)
+    same(found, Beams(torch.full((2, 40), float("-inf")), zero, zero))
+
+
+@pytest.mark.parametrize("width", [1, 32, 50, 256, 300, 512, 1000, 4096])
+def test_every_list_is_merged_once(width, monkeypatch):
+    """In one stage or two; and a thread never holds more than 32 values."""
+    monkeypatch.setattr(beams, "BLOCK", 512)
+    for requests, candidates in product((1, 3, 8, 32, 5000), (1, 511, 8192, 50 * 8192, 4096 * 8192)):
+        plan = beams.plan_lists(requests, candidates, width)
+        assert width <= plan.keep <= plan.block
+        assert 1 <= plan.splits <= beams.MAX_SPLITS
+        assert (plan.groups or plan.splits) <= plan.direct
+        if plan.groups:
+            assert (plan.groups - 1) * plan.share < plan.splits <= plan.groups * plan.share
+        for values, warps in (
+            (plan.at_once * plan.keep, beams.warps_of(plan.keep)), (plan.block, beams.warps_of(plan.block)),
+        ):  # fmt: skip
+            shape = beams.shape_of(values, plan.keep, warps)
+            assert shape["HELD"] <= 5
+            assert 5 <= shape["KEEP_LOG"] <= shape["LOG"] <= 12
+            assert shape["KEEP_HELD"] == min(shape["HELD"], shape["KEEP_LOG"] - 5)
 
 
 # --- what stands around the layers

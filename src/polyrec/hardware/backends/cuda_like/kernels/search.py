@@ -2,14 +2,18 @@
 beams run.
 
 A candidate is a number c in 0…total − 1 of its request: beams in the order of their nodes, children in order. Children of a
-lower node have lower numbers, so c orders candidates as their nodes do, and one int64 (score above, c below) sorts exactly as
-"higher score, then lower SID". Only children that exist are looked at: the work follows the fan-out, not the codebook.
+lower node have lower numbers, so c orders candidates as their nodes do, and so do a beam's place in that order and the child's
+among its siblings. One int64 holds both below the score and sorts exactly as "higher score, then lower SID"; no two are
+equal, so lists merge to the same bits in any order. Only children that exist are looked at: the work follows the fan-out, not
+the codebook. How many there are is only known on the device: programs that find none end at once, and nobody reads their lists.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .bitonic import best_row, cube_of, merge_rows, sequence_of, sort_rows
 
 NONE: tl.constexpr = tl.constexpr(-(2**63))  # below every candidate's key
 DEAD: tl.constexpr = tl.constexpr(float("-inf"))
@@ -19,39 +23,11 @@ BEAM_BITS: tl.constexpr = tl.constexpr(20)
 BEAM_MASK: tl.constexpr = tl.constexpr((1 << 20) - 1)
 
 
-@triton.jit
-def _exchange(values, place, distance, rising):
-    """One step of a bitonic network on [2^n]: of two values that lie `distance` apart, the smaller goes first where rising."""
-    other = tl.gather(values, place ^ distance, 0)
-    is_first = (place & distance) == 0
-    return tl.where(is_first == rising, tl.minimum(values, other), tl.maximum(values, other))
-
-
-@triton.jit
-def _sort_rising(values, place, LOG: tl.constexpr):
-    """A network of LOG · (LOG + 1) / 2 steps in loops that run on the device. `tl.sort` writes each step out: a search of 1,000
-    beams compiled for 21 s with it, and compiles in 3 (two busy cores)."""
-    for size in range(LOG):
-        rising = (place & (2 << size)) == 0
-        for step in range(size + 1):
-            values = _exchange(values, place, 1 << (size - step), rising)
-    return values
-
-
-@triton.jit
-def _best_falling(falling, rising, place, LOG: tl.constexpr):
-    """The best 2^LOG of two sorted sequences, falling. The larger of each pair are the best of both and change direction once,
-    so LOG steps sort them."""
-    values = tl.maximum(falling, rising)
-    for step in range(LOG):
-        distance = 1 << (LOG - 1 - step)
-        values = _exchange(values, place, distance, place < 0)
-    return values
-
-
-@triton.jit
-def count_kernel(score, node, first_child, offsets, order, num_beams, WIDTH: tl.constexpr, LOG: tl.constexpr):
-    """One program per request: beams by node -> order int32 [R, W], offsets int32 [R, W + 1] (candidates before each)."""
+@triton.jit(do_not_specialize=["num_beams"])
+def count_kernel(score, node, first_child, offsets, order, begins, num_beams, LOG: tl.constexpr):
+    """One program per request: beams by node -> order int32 [R, W], begins int64 [R, W] (their first children), offsets int32
+    [R, W + 1] (candidates before each)."""
+    WIDTH: tl.constexpr = 1 << LOG
     request = tl.program_id(0)
     place = tl.arange(0, WIDTH)
     inside = place < num_beams
@@ -59,14 +35,16 @@ def count_kernel(score, node, first_child, offsets, order, num_beams, WIDTH: tl.
     own_node = tl.load(node + request * num_beams + place, mask=inside, other=0).to(tl.int64)
     live = own_score != DEAD
     # Dead beams go last: their count is zero, and so is what stands behind them.
-    packed = _sort_rising((tl.where(live, own_node, NO_NODE) << BEAM_BITS) | place, place, LOG)
+    packed = tl.reshape(-((tl.where(live, own_node, NO_NODE) << BEAM_BITS) | place), [2] * LOG)
+    packed = -tl.reshape(sort_rows(packed, cube_of(LOG, 0), LOG, LOG, 0), [WIDTH])
     beam = packed & BEAM_MASK
     parent = packed >> BEAM_BITS
     live = parent < NO_NODE
-    begin = tl.load(first_child + parent, mask=live, other=0)
-    end = tl.load(first_child + parent + 1, mask=live, other=0)
+    begin = tl.load(first_child + parent, mask=live, other=0).to(tl.int64)
+    end = tl.load(first_child + parent + 1, mask=live, other=0).to(tl.int64)
     before = tl.cumsum((end - begin).to(tl.int32), 0)
     tl.store(order + request * num_beams + place, beam.to(tl.int32), mask=inside)
+    tl.store(begins + request * num_beams + place, begin, mask=inside)
     tl.store(offsets + request * (num_beams + 1) + 1 + place, before, mask=inside)
     tl.store(offsets + request * (num_beams + 1), 0)
 
@@ -132,62 +110,132 @@ def children_kernel(
     tl.store(result + row, highest + tl.log(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_beams", "num_codes", "num_splits"])
 def select_kernel(
-    logits, normalizer, score, node, first_child, code, offsets, order, keys, allow, num_keys, stride, partial,
+    logits, normalizer, score, code, offsets, order, begins, keys, allow, num_keys, stride, partial,
     num_beams, num_codes, num_splits,
-    KEEP: tl.constexpr, LOG: tl.constexpr, STEPS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
+    LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, STEPS: tl.constexpr,
+    SLOT_BITS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (request, split): the best KEEP of every num_splits-th block of candidates -> partial [R, splits, KEEP]."""
+    """Programs (request, split): of every num_splits-th block of 2^LOG candidates the best 2^KEEP_LOG, falling -> partial
+    [R, splits, KEEP]."""
+    BLOCK: tl.constexpr = 1 << LOG
+    KEEP: tl.constexpr = 1 << KEEP_LOG
     request = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offsets += request * (num_beams + 1)
-    total = tl.load(offsets + num_beams)
-    place = tl.arange(0, KEEP)
-    best = tl.full([KEEP], NONE, tl.int64)
-    for first in range(split * KEEP, total, num_splits * KEEP):
+    order += request * num_beams
+    begins += request * num_beams
+    # The last offset, and each offset once: the bisection then finds them all in the multiprocessor's own cache.
+    end = tl.arange(0, 1 << STEPS)
+    total = tl.max(tl.load(offsets + 1 + end, mask=end < num_beams, other=0), 0)
+    place = sequence_of(tl.arange(0, BLOCK), LOG, HELD)
+    best = tl.full([2] * KEEP_LOG, NONE, tl.int64)
+    for first in range(split * BLOCK, total, num_splits * BLOCK):
         candidate = first + place
         valid = candidate < total
         ordinal = _beam_of(candidate, offsets, num_beams, valid, STEPS)
-        row = request * num_beams + tl.load(order + request * num_beams + ordinal, mask=valid, other=0)
+        row = request * num_beams + tl.load(order + ordinal, mask=valid, other=0)
         slot = candidate - tl.load(offsets + ordinal, mask=valid, other=0)
-        child = tl.load(first_child + tl.load(node + row, mask=valid, other=0), mask=valid, other=0) + slot
+        child = tl.load(begins + ordinal, mask=valid, other=0) + slot
         token = tl.load(code + child, mask=valid, other=0).to(tl.int64)
         gain = tl.load(logits + row * num_codes + token, mask=valid, other=0.0).to(tl.float32)
         if FILTERED:
-            valid &= _is_allowed(child.to(tl.int64), request, keys, allow, num_keys, stride, valid, KEY_STEPS)
+            valid &= _is_allowed(child, request, keys, allow, num_keys, stride, valid, KEY_STEPS)
         lse = tl.load(normalizer + row, mask=valid, other=0.0)
         value = tl.load(score + row, mask=valid, other=0.0) + (gain - lse)
         bits = value.to(tl.int32, bitcast=True).to(tl.int64)
         ordered = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-        key = tl.where(valid, (ordered << 32) | (LOW - candidate.to(tl.int64)), NONE)
-        if tl.max(key, 0) > tl.min(best, 0):
-            best = _best_falling(best, _sort_rising(key, place, LOG), place, LOG)
-    tl.store(partial + (request * num_splits + split) * KEEP + place, best)
+        number = (ordinal.to(tl.int64) << SLOT_BITS) | slot.to(tl.int64)
+        key = tl.where(valid, (ordered << 32) | (LOW - number), NONE)
+        odd = tl.minimum(first - split * BLOCK, 1)  # 0: the split's first block, which is its best so far
+        worth = True
+        if odd:
+            worth = tl.max(key, 0) > tl.min(tl.reshape(best, [KEEP]), 0)
+        if worth:
+            values = tl.reshape(key, [2] * LOG)
+            values = sort_rows(values, cube_of(LOG, HELD) + (odd << LOG), KEEP_LOG, LOG, HELD)
+            num_rows = (tl.minimum(total - first, BLOCK) + KEEP - 1) // KEEP
+            values = best_row(values, num_rows, odd, KEEP_LOG, LOG, HELD)
+            if odd:
+                values = merge_rows(tl.maximum(best, values), True, KEEP_LOG, KEEP_LOG, KEEP_HELD)
+            best = values
+    if split * BLOCK < total:
+        partial += (request * num_splits + split) * KEEP
+        tl.store(partial + sequence_of(tl.arange(0, KEEP), KEEP_LOG, KEEP_HELD), tl.reshape(best, [KEEP]))
 
 
 @triton.jit
-def select_of_splits_kernel(
-    partial, node, first_child, offsets, order, widths, out_score, out_node, out_parent,
-    num_beams, width, num_splits, KEEP: tl.constexpr, LOG: tl.constexpr, STEPS: tl.constexpr,
+def _best_of_lists(
+    lists, first, end,
+    LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """One program per request: the best of all splits -> score, node and parent [R, width]; what it may not keep is dead."""
+    """The best of the lists first…end − 1, falling. CHAIN: they are more than 2^LOG values, which are merged at once."""
+    LISTS: tl.constexpr = 1 << (LOG - KEEP_LOG)
+    KEEP: tl.constexpr = 1 << KEEP_LOG
+    place = sequence_of(tl.arange(0, 1 << LOG), LOG, HELD)
+    own, at = place >> KEEP_LOG, place & (KEEP - 1)
+    best = tl.full([2] * KEEP_LOG, NONE, tl.int64)
+    if CHAIN:
+        for start in range(first, end, LISTS):
+            odd = tl.minimum(start - first, 1)
+            turned = ((own & 1) if LOG > KEEP_LOG else odd) * (KEEP - 1)
+            values = tl.load(lists + (start + own) * KEEP + (at ^ turned), mask=start + own < end, other=NONE)
+            values = tl.reshape(values, [2] * LOG)
+            values = best_row(values, end - start, odd, KEEP_LOG, LOG, HELD)
+            if odd:
+                values = merge_rows(tl.maximum(best, values), True, KEEP_LOG, KEEP_LOG, KEEP_HELD)
+            best = values
+    else:
+        turned = (own & 1) * (KEEP - 1)
+        values = tl.load(lists + (first + own) * KEEP + (at ^ turned), mask=first + own < end, other=NONE)
+        best = best_row(tl.reshape(values, [2] * LOG), end - first, 0, KEEP_LOG, LOG, HELD)
+    return best
+
+
+@triton.jit(do_not_specialize=["num_beams", "num_splits", "num_groups", "share", "direct"])
+def select_in_groups_kernel(
+    partial, offsets, merged, num_beams, num_splits, num_groups, share, direct, BLOCK: tl.constexpr,
+    LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """Programs (request, group): the best of `share` lists -> merged [R, groups, KEEP]; nothing where `direct` hold all."""
+    KEEP: tl.constexpr = 1 << KEEP_LOG
     request = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, KEEP)
-    partial += request * num_splits * KEEP
-    best = tl.load(partial + place)
-    for split in range(1, num_splits):
-        rising = tl.load(partial + split * KEEP + (KEEP - 1 - place))
-        if tl.max(rising, 0) > tl.min(best, 0):
-            best = _best_falling(best, rising, place, LOG)
-    kept = (best != NONE) & (place < tl.load(widths + request))
-    offsets += request * (num_beams + 1)
-    candidate = tl.where(kept, LOW - (best & LOW), 0).to(tl.int32)
-    ordinal = _beam_of(candidate, offsets, num_beams, kept, STEPS)
-    beam = tl.load(order + request * num_beams + ordinal, mask=kept, other=0)
-    parent_node = tl.load(node + request * num_beams + beam, mask=kept, other=0)
-    slot = candidate - tl.load(offsets + ordinal, mask=kept, other=0)
-    child = tl.load(first_child + parent_node, mask=kept, other=0).to(tl.int64) + slot
+    first = tl.program_id(1) * share
+    total = tl.load(offsets + request * (num_beams + 1) + num_beams)
+    num_lists = tl.minimum((total + BLOCK - 1) // BLOCK, num_splits)
+    if (num_lists > direct) & (first < num_lists):
+        partial += request * num_splits * KEEP
+        end = tl.minimum(first + share, num_lists)
+        best = _best_of_lists(partial, first, end, LOG, HELD, KEEP_LOG, KEEP_HELD, CHAIN)
+        merged += (request * num_groups + tl.program_id(1)) * KEEP
+        tl.store(merged + sequence_of(tl.arange(0, KEEP), KEEP_LOG, KEEP_HELD), tl.reshape(best, [KEEP]))
+
+
+@triton.jit(do_not_specialize=["num_beams", "width", "num_splits", "num_groups", "share", "direct"])
+def select_of_splits_kernel(
+    partial, merged, offsets, order, begins, widths, out_score, out_node, out_parent,
+    num_beams, width, num_splits, num_groups, share, direct, BLOCK: tl.constexpr, SLOT_BITS: tl.constexpr,
+    LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """One program per request: the best of all lists -> score, node and parent [R, width]; what it may not keep is dead."""
+    KEEP: tl.constexpr = 1 << KEEP_LOG
+    request = tl.program_id(0).to(tl.int64)
+    may_keep = tl.load(widths + request)
+    total = tl.load(offsets + request * (num_beams + 1) + num_beams)
+    num_lists = tl.minimum((total + BLOCK - 1) // BLOCK, num_splits)
+    lists = partial + request * num_splits * KEEP
+    if num_lists > direct:
+        lists = merged + request * num_groups * KEEP
+        num_lists = (num_lists + share - 1) // share
+    best = tl.reshape(_best_of_lists(lists, 0, num_lists, LOG, HELD, KEEP_LOG, KEEP_HELD, CHAIN), [KEEP])
+    best = tl.gather(best, tl.arange(0, KEEP), 0)  # moved once: else Triton moves everything that is computed from it
+    place = sequence_of(tl.arange(0, KEEP), KEEP_LOG, KEEP_HELD)
+    kept = (best != NONE) & (place < may_keep)
+    number = tl.where(kept, LOW - (best & LOW), 0)
+    ordinal, slot = request * num_beams + (number >> SLOT_BITS), number & ((1 << SLOT_BITS) - 1)
+    beam = tl.load(order + ordinal, mask=kept, other=0)
+    child = tl.load(begins + ordinal, mask=kept, other=0) + slot
     ordered = best >> 32
     bits = tl.where(ordered < 0, (-ordered) | 0x80000000, ordered).to(tl.int32)
     inside = place < width
