@@ -26,7 +26,7 @@ from kernels import FP8, MOST_SETS, PRODUCTS, SPREAD, normal, relative_error, ti
 from torch import Tensor
 
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend
-from polyrec.hardware.backends.cuda_like.kernels.few_rows_mm import few_rows_scaled_mm
+from polyrec.hardware.backends.cuda_like.kernels.few_rows_mm import few_rows_scaled_mm, few_rows_scaled_mm_sum
 from polyrec.hardware.backends.cuda_like.ops.few_rows import COLUMNS, Tiling, takes, tiling
 from polyrec.hardware.ops import REFERENCE_OPS
 
@@ -173,8 +173,13 @@ def run(tile: Tiling, inputs: Product) -> Tensor:
     """The kernel with a tile of one's own."""
     shape = len(inputs[0]), len(inputs[2])
     out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-    partial = torch.empty((tile.splits, *shape), device="cuda") if tile.splits > 1 else None
-    few_rows_scaled_mm(*inputs, None, out, partial, tile)
+    if tile.splits == 1:
+        few_rows_scaled_mm(*inputs, None, out, tile, exact=False)
+        return out
+    _, q_scale, _, weight_scale = inputs
+    partial = torch.empty((tile.splits, *shape), device="cuda")
+    few_rows_scaled_mm(*inputs, None, partial, tile, exact=False)
+    few_rows_scaled_mm_sum(partial, q_scale, weight_scale, None, out)
     return out
 
 

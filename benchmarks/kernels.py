@@ -135,6 +135,7 @@ def operations(rows: int) -> Iterator[tuple[str, Callable[[], tuple[Call, Any, i
         "add_rms_norm_fp8",
         lambda: plain(lambda o, x, r, w: o.norm.add_rms_norm_fp8(x, r, w, 1e-6), hidden(), hidden(), normal(HIDDEN)),
     )
+    yield "mm_add_rms_norm_fp8 down", lambda: product_and_norm(rows)
     yield "silu_and_mul", lambda: plain(lambda o, x: o.act.silu_and_mul(x), normal(rows, 2 * INNER))
     yield "silu_and_mul_fp8", lambda: plain(lambda o, x: o.act.silu_and_mul_fp8(x), normal(rows, 2 * INNER))
     yield "quantize_fp8", lambda: plain(lambda o, x: o.linear.quantize_fp8(x), hidden())
@@ -293,6 +294,23 @@ def product(rows: int, outputs: int, inputs: int, *, blocks: bool) -> tuple[Call
 
     moved = size(q, q_scale, weight, weight_scale) + 2 * rows * outputs
     return call, q, moved, 2 * rows * outputs * inputs
+
+
+def product_and_norm(rows: int) -> tuple[Call, Any, int, int]:
+    """Down's product and the norm after it; in torch's column the bf16 product and the reference's norm."""
+    outputs, inputs = PRODUCTS["down"]
+    residual, weight = normal(rows, outputs), normal(outputs)
+    x, wide = normal(rows, inputs), normal(outputs, inputs) * inputs**-0.5
+    linear = REFERENCE_OPS.linear
+    arguments = *linear.quantize_fp8(x), *linear.quantize_fp8(wide)
+
+    def call(ops: PlatformOps) -> Any:
+        if ops is REFERENCE_OPS:
+            return ops.norm.add_rms_norm_fp8(linear.mm(x, wide, None), residual, weight, 1e-6)
+        return ops.norm.mm_add_rms_norm_fp8(*arguments, None, residual, weight, 1e-6)
+
+    moved = size(*arguments, residual, weight) + 5 * rows * outputs
+    return call, arguments[0], moved, 2 * rows * outputs * inputs
 
 
 def size(*values: Any) -> int:

@@ -9,6 +9,7 @@ from e4m3 import decode
 from transformers.activations import ACT2FN
 
 from polyrec.hardware.ops import REFERENCE_OPS
+from polyrec.hardware.ops.linear import quantize_fp8
 
 SHAPES = [(1, 4), (7, 64), (3, 5, 32), (2, 0, 8)]
 LOOSE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}
@@ -143,6 +144,23 @@ def test_quantised_results(shape, dtype, slack):
     wide = torch.cat((x, residual), -1)
     gate, up = x.double().numpy(), residual.double().numpy()
     close_to_quantised(*REFERENCE_OPS.act.silu_and_mul_fp8(wide), gate / (1 + np.exp(-gate)) * up, slack)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_a_product_before_a_norm_with_quantised_results(dtype, slack, bias):
+    q, q_scale = quantize_fp8(random((7, 48), torch.float32, 17))
+    wide, wide_scale = quantize_fp8(random((64, 48), torch.float32, 18))
+    residual, weight = random((7, 64), dtype, 19), random((64,), dtype, 20)
+    offset = random((64,), dtype, 21) if bias else None
+    product = (decode(q) * q_scale.double().numpy()) @ (decode(wide) * wide_scale.double().numpy()).T
+    expected = product + (offset.double().numpy() if bias else 0) + residual.double().numpy()
+    quantized, scale, total = REFERENCE_OPS.norm.mm_add_rms_norm_fp8(
+        q, q_scale, wide, wide_scale, offset, residual, weight, 1e-6
+    )
+    assert total.dtype == dtype
+    np.testing.assert_allclose(total.double().numpy(), expected, rtol=slack, atol=slack)
+    close_to_quantised(quantized, scale, norm64(total, weight, 1e-6), slack)
 
 
 def test_gradients_flow():

@@ -15,7 +15,7 @@ from polyrec.hardware.ops import REFERENCE_OPS, partial_ops
 from polyrec.hardware.ops.norm import NormOps, add_rms_norm, rms_norm
 from polyrec.hardware.ops.spec import MISSING, Missing, group_specs, op_claims, partial_group
 from polyrec.hardware.plugin.source import PluginSource
-from polyrec.hardware.table import Replacement, all_specs, implementation_name, resolve
+from polyrec.hardware.table import Replacement, all_specs, fuses, implementation_name, resolve
 
 SOURCE = PluginSource("fast", "fast-dist", "1.2.3")
 
@@ -127,6 +127,30 @@ def test_a_decomposition_uses_the_plugins_part_and_counts_it():
     found = table(with_norm(add_rms_norm=MISSING), {"norm.rms_norm": Replacement(own_norm, SOURCE)})
     found.ops.norm.add_rms_norm(torch.randn(3, 8), torch.randn(3, 8), torch.rand(8), 1e-6)
     assert {field: calls.count for field, calls in found.calls.items()} == {"norm.rms_norm": 1, "norm.add_rms_norm": 1}
+
+
+@pytest.mark.parametrize(
+    ("own", "plugins", "expected"),
+    [
+        (True, (), True),
+        (False, (), False),  # the reference
+        (MISSING, (), False),
+        (True, ("norm.rms_norm",), False),
+        (True, ("norm.layer_norm",), True),
+        (True, ("norm.add_rms_norm",), True),
+        (MISSING, ("norm.add_rms_norm",), True),
+        (True, ("norm.add_rms_norm", "norm.rms_norm"), True),
+    ],
+)
+def test_who_fuses(own, plugins, expected):
+    """No operation of a plugin is passed over by a platform's that contains it."""
+
+    def fused(x, residual, weight, eps):
+        return add_rms_norm(x, residual, weight, eps)
+
+    ops = with_norm(add_rms_norm=MISSING if own is MISSING else fused if own else add_rms_norm)
+    given = {field: Replacement(getattr(REFERENCE_OPS.norm, field.partition(".")[2]), SOURCE) for field in plugins}
+    assert fuses(table(ops, given), "norm.add_rms_norm") is expected
 
 
 def test_a_decomposition_whose_parts_are_missing_is_absent_and_refuses_when_called():

@@ -18,7 +18,7 @@ from polyrec.hardware.ops.linear import quantize_fp8
 from polyrec.kvcache.pool import KVPool
 from polyrec.layers.attention import Attention
 from polyrec.layers.choices import LayerChoices
-from polyrec.layers.linear import Fp8BlockLinear, Fp8Linear, Linear, QuantizedRows, make_linear
+from polyrec.layers.linear import Fp8BlockLinear, Fp8Linear, Linear, PendingProduct, QuantizedRows, make_linear
 from polyrec.layers.mlp import GatedMLP
 from polyrec.layers.norm import RMSNorm
 from polyrec.layers.rotary import RotaryAngles
@@ -134,9 +134,11 @@ def counting(ops, calls):
 
 
 def through_a_block(choices, ops=REFERENCE_OPS, tokens=6):
-    """Norm, attention with a cache, norm, feed-forward -> (result, keys, values), of the same weights for all `choices`."""
+    """Norm, attention with a cache, norm, feed-forward, and the norm at a model's end -> (the stream, the normed rows, keys,
+    values), of the same weights for all `choices`."""
     torch.manual_seed(1)
-    norms = [RMSNorm(64, 1e-6, ops.norm, quantized=choices.norms_quantize, dtype=choices.dtype) for _ in range(2)]
+    quantized = choices.norms_quantize, choices.norms_quantize, False
+    norms = [RMSNorm(64, 1e-6, ops.norm, quantized=own, dtype=choices.dtype) for own in quantized]
     attention = Attention(0, 64, 4, 2, 16, eps=1e-6, bias=False, ops=ops, choices=choices)
     mlp = GatedMLP(64, 96, ops=ops, choices=choices)
     for seed, module in enumerate((*norms, attention, mlp)):
@@ -148,7 +150,8 @@ def through_a_block(choices, ops=REFERENCE_OPS, tokens=6):
         normed, residual = norms[0](x, None)
         hidden = attention(normed, RotaryAngles(16, 1e4)(torch.arange(tokens)), plan)
         normed, residual = norms[1](hidden, residual)
-        return mlp(normed) + residual, pool.keys, pool.values
+        normed, total = norms[2](mlp(normed), residual)
+        return total, normed, pool.keys, pool.values
 
 
 OFF = {"fused_rms_fp8": 3, "fused_silu_fp8": 2, "fused_qk_rope_kv": 1}
@@ -169,11 +172,66 @@ def test_who_quantises(off):
     """Fused: only attention's own result is quantised apart. Each norm and SwiGLU that does not do it adds one call."""
     calls = Counter()
     through_a_block(replace(FP8, **({off: False} if off else {})), counting(REFERENCE_OPS, calls))
-    assert calls["linear.scaled_mm"] == 4
+    assert calls["linear.scaled_mm"] + calls["norm.mm_add_rms_norm_fp8"] == 4
     assert calls["linear.mm"] == 0
     assert calls["linear.quantize_fp8"] == {None: 1, **OFF}[off]
-    assert calls["norm.rms_norm_fp8"] + calls["norm.add_rms_norm_fp8"] == (0 if off == "fused_rms_fp8" else 2)
+    assert calls["norm.rms_norm_fp8"] + calls["norm.mm_add_rms_norm_fp8"] == (0 if off == "fused_rms_fp8" else 2)
+    assert calls["norm.add_rms_norm_fp8"] == 0
     assert calls["act.silu_and_mul_fp8"] == (0 if off == "fused_silu_fp8" else 1)
+
+
+@pytest.mark.parametrize("off", [{}, {"fused_silu_fp8": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_computes_the_product_before_a_norm(dtype, off):
+    """The norm, in one operation, or the block and then the norm, in two: to the same bits. What no norm that quantises follows
+    is computed apart."""
+    choices, calls = replace(FP8, dtype=dtype, **off), (Counter(), Counter())
+    pending = through_a_block(choices, counting(REFERENCE_OPS, calls[0]))
+    apart = through_a_block(replace(choices, fused_mm_rms_fp8=False), counting(REFERENCE_OPS, calls[1]))
+    assert all(torch.equal(one, other) for one, other in zip(pending, apart, strict=True))
+    assert [own["norm.mm_add_rms_norm_fp8"] for own in calls] == [1, 0]
+    assert [own["norm.add_rms_norm_fp8"] for own in calls] == [0, 1]
+    assert [own["linear.scaled_mm"] for own in calls] == [3, 4]
+    assert [own["norm.add_rms_norm"] for own in calls] == [1, 1]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_every_norm_takes_a_product_that_is_not_computed_yet(bias, quantized):
+    ops = REFERENCE_OPS
+    plain, pending = (
+        filled(Fp8Linear(48, (64,), bias=bias, ops=ops.linear, dtype=torch.bfloat16, pending=own))
+        for own in (False, True)
+    )
+    norm = filled(RMSNorm(64, 1e-6, ops.norm, quantized=quantized, dtype=torch.bfloat16))
+    x, residual = torch.randn(5, 48).bfloat16(), torch.randn(5, 64).bfloat16()
+    product = pending(x)
+    assert isinstance(product, PendingProduct)
+    assert torch.equal(product.computed(), plain(x))
+    for rows in (x, QuantizedRows(*ops.linear.quantize_fp8(x))):
+        (found, total), (expected, expected_total) = norm(pending(rows), residual), norm(plain(rows), residual)
+        assert torch.equal(total, expected_total)
+        pairs = zip(found, expected, strict=True) if quantized else [(found, expected)]
+        assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
+
+def test_a_product_is_left_only_to_norms_that_quantise():
+    def made(before_norm=True, **choices):
+        return make_linear(
+            128, (128,), bias=False, ops=REFERENCE_OPS.linear, choices=LayerChoices(**choices), before_norm=before_norm
+        )
+
+    x = torch.randn(2, 128)
+    assert isinstance(filled(made(weights="fp8"))(x), PendingProduct)
+    for linear in (
+        made(weights="fp8", before_norm=False),
+        made(weights="fp8", fused_rms_fp8=False),
+        made(weights="fp8", fused_mm_rms_fp8=False),
+        made(weights="fp8_blocks"),
+        made(),
+    ):
+        assert isinstance(filled(linear)(x), torch.Tensor)
 
 
 @pytest.mark.parametrize("fused", [True, False])

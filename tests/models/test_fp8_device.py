@@ -9,7 +9,9 @@ import torch
 
 from polyrec.attention.layout import packed_layout
 from polyrec.hardware import HardwareConfig, build_hardware_backend
+from polyrec.hardware.backends.cuda_like.ops.linear import is_tuned
 from polyrec.hardware.ops import REFERENCE_OPS
+from polyrec.models import quantization
 from polyrec.models.checkpoint import hf_views, load_model, save_model
 from polyrec.models.options import ModelOptions
 from polyrec.models.qwen3 import SPEC, Qwen3, Qwen3Config
@@ -53,24 +55,24 @@ def folder(tmp_path_factory):
     return path
 
 
-def forward(model, backend):
+def forward(model, backend, lengths=(TOKENS - 61, 61)):
     """Hidden states of packed prompts on the model's device."""
     device = backend.runtime.device
-    lengths = torch.tensor([TOKENS - 61, 61])
+    tokens, lengths = sum(lengths), torch.tensor(lengths)
     attention = backend.attention.build(model.attention_needs(model.head_weight.dtype), backend.ops)
     plan = attention.packed(packed_layout(lengths, to_device=backend.runtime.to_device))
-    ids = torch.randint(0, 512, (TOKENS,), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = torch.randint(0, 512, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
     with torch.inference_mode():
         return model(ids, positions, plan)
 
 
-def kernel_names(model, backend):
+def kernel_names(model, backend, *lengths):
     """The device's kernels of one forward pass, in the order in which they ran."""
-    forward(model, backend)  # compiles
+    forward(model, backend, *lengths)  # compiles
     backend.runtime.synchronize()
     with torch.profiler.profile(activities=backend.runtime.profiler_activities()) as trace:
-        forward(model, backend)
+        forward(model, backend, *lengths)
         backend.runtime.synchronize()
     device = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return [event.name for event in sorted(device, key=lambda event: event.time_range.start)]
@@ -106,6 +108,31 @@ def test_with_the_fused_operations_off_a_quantiser_runs_before_every_product(fol
     names = kernel_names(load(folder, backend, **off), backend)
     assert len(followers(names, "_quantize")) == 4 * LAYERS
     assert sum(is_product(name) for name in followers(names, "_rms_norm")) == 0
+
+
+def test_norms_add_up_the_parts_of_the_products_before_them(tmp_path, backend, monkeypatch):
+    """In a pass of few rows no kernel adds up parts but the one of the last layer, whose norm does not quantise; with the fused
+    operation off, one a layer. Every bit is the same."""
+    if not is_tuned(backend.runtime.device):
+        pytest.skip("the kernel for few rows is for Hopper")
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    model = Qwen3(config, REFERENCE_OPS)
+    model.init_weights(torch.Generator().manual_seed(0))
+    save_model(model, SPEC, tmp_path)
+    fused = load(tmp_path, backend)
+    monkeypatch.setattr(quantization, "fuses", lambda table, field: False)
+    apart = load(tmp_path, backend)
+    sums = [sum("mm_sum" in name for name in kernel_names(model, backend, (70, 30))) for model in (fused, apart)]
+    assert sums == [1, LAYERS]
+    assert torch.equal(forward(fused, backend, (70, 30)), forward(apart, backend, (70, 30)))
 
 
 def distance(found, expected):

@@ -17,6 +17,7 @@ from polyrec.attention.sdpa import PackedPlan
 from polyrec.core.errors import CheckpointError, PolyrecError
 from polyrec.hardware import HardwareConfig, build_hardware_backend
 from polyrec.hardware.ops.linear import QuantizedRows, quantize_fp8
+from polyrec.hardware.ops.norm import mm_add_rms_norm_fp8
 from polyrec.hardware.ops.spec import MISSING
 from polyrec.hardware.table import resolve
 from polyrec.layers.linear import Fp8BlockLinear, Fp8Linear, Linear
@@ -337,6 +338,35 @@ def test_a_platform_without_e4m3_products_says_that_they_are_slow(tmp_path, capl
     assert "fp8_slow" not in caplog.text
     loaded(tmp_path, backend=accelerator(fp8=False), quantization="fp8")
     assert "[fp8_slow]" in caplog.text
+
+
+def fusing():
+    """A platform with an operation of its own for a product and the norm after it, which it counts; -> (it, its calls)."""
+    backend, calls = accelerator(), []
+
+    def counted(*arguments):
+        calls.append(len(arguments[0]))
+        return mm_add_rms_norm_fp8(*arguments)
+
+    norm = replace(backend.ops.norm, mm_add_rms_norm_fp8=counted)
+    backend.table = resolve(Accelerator, replace(backend.ops, norm=norm), {}, "warn", "infer")
+    backend.ops = backend.table.ops
+    return backend, calls
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([8, 0, 3])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_and_the_norm_after_it_are_one_operation_where_the_platform_has_it(tmp_path, dtype, rows):
+    """Bit for bit what the two give; one call less a block, but for the model's last, whose norm does not quantise."""
+    write(tmp_path)
+    backend, calls = fusing()
+    found = hidden_states(loaded(tmp_path, backend=backend, dtype=dtype, quantization="fp8"), rows)
+    last = 9 if rows is None else len(rows)
+    assert calls == [9, 9, last]  # of two layers: attention's output and down, attention's output
+    assert torch.equal(found, hidden_states(loaded(tmp_path, dtype=dtype, quantization="fp8"), rows))
+    apart = loaded(tmp_path, backend=backend, dtype=dtype, quantization="fp8", enable_fused_rms_fp8=False)
+    hidden_states(apart, rows)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("off", ["enable_fused_rms_fp8", "enable_fused_silu_fp8", "enable_fused_qk_rope_kv"])

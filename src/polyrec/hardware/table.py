@@ -116,6 +116,14 @@ def all_specs() -> dict[str, OpSpec]:
     return specs
 
 
+def fuses(table: OpTable, field: str) -> bool:
+    """Whether a tier D field has an implementation of its own, which passes over no plugin's operation that it contains."""
+    origin, parts = table.row(field).origin, all_specs()[field].needs
+    return origin == "plugin" or (
+        origin in ("built-in", "inherited") and all(table.row(part).origin != "plugin" for part in parts)
+    )
+
+
 def resolve(
     platform: type, ops: PlatformOps, replacements: Mapping[str, Replacement], fallback: Fallback, purpose: Purpose
 ) -> OpTable:

@@ -9,11 +9,12 @@ from ..hardware.base.attention import AttentionPlan, WriteTarget
 from ..hardware.ops import PlatformOps
 from ..hardware.ops.linear import QuantizedRows
 from .choices import LayerChoices, decomposed
-from .linear import Fp8Linear, make_linear
+from .linear import Fp8Linear, PendingProduct, make_linear
 
 
 class Attention(nn.Module):
-    """x [T, D], or its quantised rows -> [T, D]: grouped-query attention with normalised queries and keys (Qwen3).
+    """x [T, D], or its quantised rows -> [T, D], for an `RMSNorm`: grouped-query attention with normalised queries and keys
+    (Qwen3).
 
     layer: its number, which the plan asks for. In `forward`, angles: cos and sin fp32 [T, head_dim / 2]; rows: int64 [R],
     those that go through the output product -> [R, D]; None: all. rows_plan: by which these rows attend, to keys and values
@@ -42,7 +43,9 @@ class Attention(nn.Module):
         self.qkv_proj = make_linear(hidden_size, sizes, bias=bias, ops=ops.linear, choices=choices)
         self.q_norm = HeadNorm(head_dim, choices.dtype)
         self.k_norm = HeadNorm(head_dim, choices.dtype)
-        self.o_proj = make_linear(sizes[0], (hidden_size,), bias=bias, ops=ops.linear, choices=choices)
+        self.o_proj = make_linear(
+            sizes[0], (hidden_size,), bias=bias, ops=ops.linear, choices=choices, before_norm=True
+        )
         fused = choices.fused_qk_rope_kv
         self._qk_norm_rotary = ops.rope.qk_norm_rotary if fused else decomposed(ops, "rope.qk_norm_rotary")
         self._qk_norm_rotary_store = (
@@ -57,7 +60,7 @@ class Attention(nn.Module):
         plan: AttentionPlan,
         rows: Tensor | None = None,
         rows_plan: AttentionPlan | None = None,
-    ) -> Tensor:
+    ) -> Tensor | PendingProduct:
         product = self.qkv_proj(x)
         if rows is None:
             return self.o_proj(self.mix(product, angles, plan))

@@ -23,14 +23,16 @@ class LayerChoices:
 
     weights: of the layers' products. plain: in `dtype`; fp8: e4m3 with a scale per output channel, times rows with a scale
     each; fp8_blocks: e4m3 with a scale per 128 x 128 weights, times rows with a scale per 128 values.
-    fused_rms_fp8, fused_silu_fp8: a norm or SwiGLU before such a product gives quantised rows itself. fused_qk_rope_kv: norms
-    of query and key, rotation and cache write are one operation. Without them the same is done by the operations that they
+    fused_rms_fp8, fused_silu_fp8: a norm or SwiGLU before such a product gives quantised rows itself. fused_mm_rms_fp8: such
+    a norm also computes the product before it, which a block then leaves to it (`PendingProduct`). fused_qk_rope_kv: norms of
+    query and key, rotation and cache write are one operation. Without them the same is done by the operations that they
     decompose into.
     """
 
     dtype: torch.dtype = torch.float32
     weights: WeightForm = "plain"
     fused_rms_fp8: bool = True
+    fused_mm_rms_fp8: bool = True
     fused_silu_fp8: bool = True
     fused_qk_rope_kv: bool = True
 
@@ -38,6 +40,11 @@ class LayerChoices:
     def norms_quantize(self) -> bool:
         """Whether the norms before a product give quantised rows; rows of 128-value blocks have no fused operation."""
         return self.weights == "fp8" and self.fused_rms_fp8
+
+    @property
+    def norms_multiply(self) -> bool:
+        """Whether blocks leave their last product to the norm that follows."""
+        return self.norms_quantize and self.fused_mm_rms_fp8
 
     @property
     def activations_quantize(self) -> bool:

@@ -5,6 +5,10 @@ Quantised layers are for inference: they hold e4m3 weights and fp32 scales, and 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -42,11 +46,18 @@ class Linear(nn.Module):
 class Fp8Linear(nn.Module):
     """x [T, in], or its quantised rows -> [T, sum(parts)] in `dtype`: e4m3 weight with an fp32 scale per output channel.
 
-    Sizes that are no multiple of 16 are `quantization_sizes`.
+    pending: the product is left to the norm that takes it. Sizes that are no multiple of 16 are `quantization_sizes`.
     """
 
     def __init__(
-        self, in_features: int, parts: tuple[int, ...], *, bias: bool, ops: LinearOps, dtype: torch.dtype
+        self,
+        in_features: int,
+        parts: tuple[int, ...],
+        *,
+        bias: bool,
+        ops: LinearOps,
+        dtype: torch.dtype,
+        pending: bool = False,
     ) -> None:
         super().__init__()
         out_features = sum(parts)
@@ -59,10 +70,27 @@ class Fp8Linear(nn.Module):
         self._dtype = dtype
         self._quantize = ops.quantize_fp8
         self._scaled_mm = ops.scaled_mm
+        self._pending = pending
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        values, scale = x if isinstance(x, QuantizedRows) else self._quantize(x)
-        return self._scaled_mm(values, scale, self.weight, self.weight_scale, self.bias, self._dtype)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor | PendingProduct:
+        rows = x if isinstance(x, QuantizedRows) else QuantizedRows(*self._quantize(x))
+        return PendingProduct(rows, self) if self._pending else self.multiply(rows)
+
+    def multiply(self, rows: QuantizedRows) -> Tensor:
+        """rows [T, in] -> [T, sum(parts)]."""
+        return self._scaled_mm(*rows, self.weight, self.weight_scale, self.bias, self._dtype)
+
+
+class PendingProduct(NamedTuple):
+    """A block's last product before it is computed: rows [T, in], and the layer that multiplies them. A norm that quantises
+    computes it in its own operation."""
+
+    rows: QuantizedRows
+    linear: Fp8Linear
+
+    def computed(self) -> Tensor:
+        """[T, out]."""
+        return self.linear.multiply(self.rows)
 
 
 class Fp8BlockLinear(nn.Module):
@@ -93,12 +121,18 @@ class Fp8BlockLinear(nn.Module):
 
 
 def make_linear(
-    in_features: int, parts: tuple[int, ...], *, bias: bool, ops: LinearOps, choices: LayerChoices
+    in_features: int,
+    parts: tuple[int, ...],
+    *,
+    bias: bool,
+    ops: LinearOps,
+    choices: LayerChoices,
+    before_norm: bool = False,
 ) -> Linear | Fp8Linear | Fp8BlockLinear:
-    """The layer of the form that was chosen."""
-    forms: dict[WeightForm, type[Linear] | type[Fp8Linear] | type[Fp8BlockLinear]] = {
+    """The layer of the form that was chosen. before_norm: an `RMSNorm` takes its result, which may be a `PendingProduct`."""
+    forms: dict[WeightForm, Callable[..., Linear | Fp8Linear | Fp8BlockLinear]] = {
         "plain": Linear,
-        "fp8": Fp8Linear,
+        "fp8": functools.partial(Fp8Linear, pending=before_norm and choices.norms_multiply),
         "fp8_blocks": Fp8BlockLinear,
     }
     return forms[choices.weights](in_features, parts, bias=bias, ops=ops, dtype=choices.dtype)

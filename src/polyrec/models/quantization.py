@@ -13,7 +13,7 @@ import torch
 from ..core.errors import CheckpointError, HardwareError
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.linear import BLOCK
-from ..hardware.table import dtype_name
+from ..hardware.table import dtype_name, fuses
 from ..layers.choices import LayerChoices, WeightForm
 from .options import ModelOptions
 
@@ -50,6 +50,7 @@ def choose_layers(
         dtype=chosen,
         weights=form,
         fused_rms_fp8=options.enable_fused_rms_fp8,
+        fused_mm_rms_fp8=fuses(backend.table, "norm.mm_add_rms_norm_fp8"),
         fused_silu_fp8=options.enable_fused_silu_fp8,
         fused_qk_rope_kv=options.enable_fused_qk_rope_kv,
     )

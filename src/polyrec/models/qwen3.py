@@ -18,6 +18,7 @@ from ..hardware.base.attention import AttentionPlan
 from ..hardware.ops import PlatformOps
 from ..layers.attention import Attention
 from ..layers.choices import LayerChoices
+from ..layers.linear import PendingProduct
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryAngles
@@ -103,13 +104,13 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | PendingProduct,
         residual: Tensor | None,
         angles: tuple[Tensor, Tensor],
         plan: AttentionPlan,
         rows: Tensor | None = None,
         rows_plan: AttentionPlan | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | PendingProduct, Tensor]:
         """rows: int64 [R], those that go on after attention; None: all. rows_plan: as in `Attention`."""
         normed, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(normed, angles, plan, rows, rows_plan)

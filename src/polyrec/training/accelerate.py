@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ..core.errors import TrainingError
 from ..hardware.base.backend import HardwareBackend
-from ..hardware.table import all_specs
+from ..hardware.table import fuses
 from ..models.spec import Decoder
 from .recipe import Precision
 
@@ -69,10 +69,7 @@ def layer_form(wanted: Literal["auto", "off", "on"], parameters: int, backend: H
 def keeps_less(backend: HardwareBackend) -> bool:
     """Whether the platform has the fused operations with backward passes of their own, and no plugin has a part of them,
     which they would pass over."""
-    specs = all_specs()
-    parts = {part for field in FUSED for part in specs[field].needs}
-    own = all(backend.table.row(field).origin in ("built-in", "inherited", "plugin") for field in FUSED)
-    return own and all(backend.table.row(part).origin != "plugin" for part in parts)
+    return all(fuses(backend.table, field) for field in FUSED)
 
 
 def prepare_layers(model: Decoder, form: LayerForm, *, checkpointed: int) -> None:

@@ -173,10 +173,8 @@ def test_each_kernel_equals_its_reference(backend, field, spec, function):
 
 def test_these_are_all_kernels():
     assert {param.id for param in fields()} >= {
-        *(
-            f"norm.{name}"
-            for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8", "add_rms_norm_mm")
-        ),
+        *(f"norm.{name}" for name in ("rms_norm", "add_rms_norm", "rms_norm_fp8", "add_rms_norm_fp8")),
+        *(f"norm.{name}" for name in ("add_rms_norm_mm", "mm_add_rms_norm_fp8")),
         *(f"act.{name}" for name in ("silu_and_mul", "silu_and_mul_fp8", "silu_and_mul_mm")),
         *(f"rope.{name}" for name in ("angles", "rotary", "rotary_store", "qk_norm_rotary", "qk_norm_rotary_store")),
         "rope.qkv_norm_rotary",
@@ -442,6 +440,52 @@ def test_few_rows_may_be_a_view(device, inputs):
     wide = torch.cat((q.view(torch.uint8), q.view(torch.uint8) ^ 1), 1).view(FP8)[:, :inputs]
     assert not wide.is_contiguous()
     assert torch.equal(OPS.linear.scaled_mm(wide, *rest, torch.float16), OPS.linear.scaled_mm(q, *rest, torch.float16))
+
+
+# Rows, inputs and outputs: cut into two, four, three (which no rule chooses) and eight parts; uncut for the number of rows
+# and of inputs; several rows a program of the norm.
+BEFORE_NORMS = [
+    (1, 256, 1024, 2),
+    (5, 6144, 48, 4),
+    (3, 768, 80, 3),
+    (2, 1024, 1040, 8),
+    (129, 2304, 16, 1),
+    (3, 96, 64, 1),
+]
+BEFORE_NORMS += [] if INTERPRETED else [(rows, 6144, 2048, 4) for rows in (1, 16, 50, 100, 128)]
+BEFORE_NORMS += (
+    [] if INTERPRETED else [(128, 6144, 4096, 4), (50, 9728, 2560, 4), (100, 4096, 5120, 2), (256, 6144, 2048, 1)]
+)
+
+
+@pytest.mark.usefixtures("all_few")
+@pytest.mark.parametrize(("bias", "view"), [(False, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "splits"), BEFORE_NORMS)
+def test_a_norm_adds_up_the_parts_to_the_product_s_bits(
+    monkeypatch, device, rows, inputs, outputs, splits, bias, dtype, view
+):
+    """One kernel less than the product and the norm after it, and every bit of theirs."""
+    monkeypatch.setattr(few_rows, "splits_of", lambda rows, inputs: splits)
+    arguments, expected = scaled_product(device, rows, inputs, outputs, dtype if bias else None)
+    draw = Random(device, dtype)
+    residual, weight = draw(rows, outputs, view=view), draw(outputs)
+    assert residual.is_contiguous() is not view or rows == 1
+    sums = []
+    adding = kernels("few_rows_mm").few_rows_scaled_mm_sum
+    monkeypatch.setattr(
+        kernels("few_rows_mm"), "few_rows_scaled_mm_sum", lambda *given: (sums.append(given), adding(*given))
+    )
+    found = OPS.norm.mm_add_rms_norm_fp8(*arguments, residual, weight, 1e-6)
+    assert sums == []
+    product = OPS.linear.scaled_mm(*arguments, dtype)
+    assert len(sums) == (splits > 1)
+    apart = OPS.norm.add_rms_norm_fp8(product, residual, weight, 1e-6)
+    for one, other in zip(found, apart, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    near(found[2], expected + exact(residual))
+    close_quantised(*found[:2], normed(exact(found[2]), exact(weight), 1e-6))
 
 
 # --- what the wrappers promise

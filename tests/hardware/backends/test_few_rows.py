@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, cuda_like_ops
-from polyrec.hardware.backends.cuda_like.ops import few_rows, linear
+from polyrec.hardware.backends.cuda_like.ops import few_rows, linear, norm
 from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.hardware.ops.spec import FP8
 
@@ -94,7 +94,10 @@ def launched(monkeypatch):
     calls = []
     monkeypatch.setattr(linear, "runs_kernel", lambda *tensors: True)
     monkeypatch.setattr(linear, "is_tuned", lambda device: True)
-    module = SimpleNamespace(few_rows_scaled_mm=lambda *arguments: calls.append(arguments))
+    module = SimpleNamespace(
+        few_rows_scaled_mm=lambda *arguments, exact: calls.append(("product", *arguments, exact)),
+        few_rows_scaled_mm_sum=lambda *arguments: calls.append(("sum", *arguments)),
+    )
     monkeypatch.setattr(linear, "kernels", {"few_rows_mm": module}.__getitem__)
     return calls
 
@@ -107,13 +110,38 @@ def arguments(rows, outputs, inputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "inputs", "splits"), [(3, 256, 1), (3, 4096, 2), (129, 4096, 1)])
 def test_few_rows_are_launched_with_room_for_the_parts(launched, rows, inputs, splits, dtype):
-    found = cuda_like_ops(triton=True, fp8=True).linear.scaled_mm(*arguments(rows, 32, inputs), dtype)
-    (*_, out, partial, tiling) = launched[0]
-    assert out is found
+    case = arguments(rows, 32, inputs)
+    found = cuda_like_ops(triton=True, fp8=True).linear.scaled_mm(*case, dtype)
+    (_, *given, out, tiling, exact), *sums = launched
+    assert all(one is other for one, other in zip(given, case, strict=True))
     assert (found.shape, found.dtype) == ((rows, 32), dtype)
     assert tiling == few_rows.tiling(rows, 32, inputs)
-    assert (partial is None) == (splits == 1)
-    assert partial is None or (partial.shape, partial.dtype) == ((splits, rows, 32), torch.float32)
+    assert exact == (dtype != torch.bfloat16)
+    if splits == 1:
+        assert out is found
+        assert sums == []
+    else:
+        assert (out.shape, out.dtype) == ((splits, rows, 32), torch.float32)
+        assert [(name, partial is out, whole is found) for name, partial, *_, whole in sums] == [("sum", True, True)]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "splits"), [(3, 256, 1), (3, 4096, 2), (128, 4096, 2), (129, 4096, 1)])
+def test_a_norm_takes_the_place_of_the_kernel_that_adds_up(monkeypatch, launched, rows, inputs, splits):
+    """Two launches for the product and the norm, whether the inputs are cut or not."""
+    module = SimpleNamespace(
+        rms_norm=lambda *arguments: launched.append(("norm", *arguments)),
+        rms_norm_of_parts=lambda *arguments: launched.append(("norm of parts", *arguments)),
+    )
+    monkeypatch.setattr(norm, "kernels", {"norm": module}.__getitem__)
+    monkeypatch.setattr(norm, "runs_kernel", lambda *tensors: True)
+    case, residual = arguments(rows, 32, inputs), torch.ones(rows, 32, dtype=torch.bfloat16)
+    quantised, scale, total = norm.mm_add_rms_norm_fp8(*case, residual, residual[0], 1e-6)
+    assert [name for name, *_ in launched] == ["product", "norm of parts" if splits > 1 else "norm"]
+    assert launched[0][-3] is launched[1][1]
+    assert launched[1][-3:] == (quantised, scale, total)
+    assert (quantised.shape, quantised.dtype) == ((rows, 32), FP8)
+    assert (scale.shape, scale.dtype) == ((rows, 1), torch.float32)
+    assert (total.shape, total.dtype) == ((rows, 32), torch.bfloat16)
 
 
 @pytest.mark.parametrize("change", ["many rows", "another device", "host"])

@@ -15,7 +15,7 @@ from polyrec.hardware.ops.spec import MISSING, Missing, group_specs, partial_gro
 
 FIELDS = [(group, name) for group, cls in op_groups().items() for name in group_specs(cls)]
 WANTED = {
-    "norm": "rms_norm add_rms_norm add_rms_norm_mm layer_norm rms_norm_fp8 add_rms_norm_fp8",
+    "norm": "rms_norm add_rms_norm add_rms_norm_mm layer_norm rms_norm_fp8 add_rms_norm_fp8 mm_add_rms_norm_fp8",
     "act": "silu_and_mul gelu_and_mul silu_and_mul_mm silu_and_mul_fp8",
     "rope": "angles rotary qk_norm_rotary qkv_norm_rotary rotary_store qk_norm_rotary_store",
     "linear": "mm quantize_fp8 quantize_fp8_blocks scaled_mm block_scaled_mm grouped_mm",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .draw import Draw
-from .linear import Fp8Rows, mm, quantize_fp8
-from .spec import INFER, TRAIN, Case, Lookup, at_least_fp32, op, reference_group
+from .linear import Fp8Rows, mm, quantize_fp8, scaled_mm
+from .spec import FP8, INFER, TOLERANCES, TRAIN, Case, Lookup, Tolerance, at_least_fp32, op, reference_group
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,6 +57,22 @@ def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     return *quantize_fp8(normed), total
 
 
+def mm_add_rms_norm_fp8(
+    q: Tensor,
+    q_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`scaled_mm` of q [T, in] and weight [D, in] in residual's dtype, then `add_rms_norm_fp8` of it and residual [T, D]:
+    -> (e4m3 [T, D], scale fp32 [T, 1], product + residual [T, D])."""
+    product = scaled_mm(q, q_scale, weight, weight_scale, bias, residual.dtype)
+    return add_rms_norm_fp8(product, residual, norm_weight, eps)
+
+
 def _norm_cases(draw: Draw) -> Iterator[Case]:
     for rows, size in ((3, 64), (17, 128), (1, 1000))[: 3 if draw.full else 1]:
         yield {"x": draw.normal(rows, size, scale=3), "weight": draw.uniform(size, low=0.5, high=1.5), "eps": 1e-6}
@@ -78,6 +94,17 @@ def _add_norm_mm_cases(draw: Draw) -> Iterator[Case]:
             "weight": draw.normal(out_features, size, scale=size**-0.5),
             "bias": draw.normal(out_features) if out_features == 100 else None,
         }
+
+
+def _mm_add_norm_fp8_cases(draw: Draw) -> Iterator[Case]:
+    for rows, inputs, size in ((3, 64, 32), (17, 128, 208))[: 2 if draw.full else 1]:
+        q, q_scale = quantize_fp8(draw.normal(rows, inputs, dtype=torch.float32))
+        weight, weight_scale = quantize_fp8(draw.normal(size, inputs, scale=inputs**-0.5, dtype=torch.float32))
+        case: Case = {"q": q, "q_scale": q_scale, "weight": weight, "weight_scale": weight_scale}
+        case |= {"residual": draw.normal(rows, size), "norm_weight": draw.uniform(size, low=0.5, high=1.5), "eps": 1e-6}
+        yield {**case, "bias": draw.normal(size)}
+        if draw.full:
+            yield {**case, "bias": None}
 
 
 def _layer_norm_cases(draw: Draw) -> Iterator[Case]:
@@ -139,6 +166,26 @@ def _decompose_add_rms_norm_fp8(op: Lookup) -> Callable[..., tuple[Tensor, Tenso
         return *quantize(normed), total
 
     return add_norm_then_quantize
+
+
+def _decompose_mm_add_rms_norm_fp8(op: Lookup) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    scaled_mm, add_rms_norm_fp8 = op("linear.scaled_mm"), op("norm.add_rms_norm_fp8")
+
+    def multiply_then_norm(
+        q: Tensor,
+        q_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        product = scaled_mm(q, q_scale, weight, weight_scale, bias, residual.dtype)
+        normed: tuple[Tensor, Tensor, Tensor] = add_rms_norm_fp8(product, residual, norm_weight, eps)
+        return normed
+
+    return multiply_then_norm
 
 
 @dataclass(frozen=True)
@@ -204,6 +251,23 @@ class NormOps:
             needs=("norm.add_rms_norm", "linear.quantize_fp8"),
             decompose=_decompose_add_rms_norm_fp8,
             strided=("x", "residual"),
+        )
+    )
+    mm_add_rms_norm_fp8: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
+    ] = field(
+        metadata=op(
+            mm_add_rms_norm_fp8,
+            "q e4m3 [T, in], q_scale fp32 [T, 1], weight e4m3 [D, in], weight_scale fp32 [D, 1], bias [D] or None, "
+            "residual [T, D], norm_weight [D] -> e4m3 [T, D], fp32 [T, 1], [T, D]; in and D multiples of 16",
+            _mm_add_norm_fp8_cases,
+            tier="D",
+            modes=INFER,
+            # The product is rounded too, which shows where the residual leaves little of it.
+            tolerance={**TOLERANCES, FP8: Tolerance(TOLERANCES[FP8].relative, 2.0)},
+            needs=("linear.scaled_mm", "norm.add_rms_norm_fp8"),
+            decompose=_decompose_mm_add_rms_norm_fp8,
+            strided=("residual",),
         )
     )
 

@@ -17,6 +17,7 @@ from .standin import Library
 FP8_FIELDS = {
     "norm.rms_norm_fp8",
     "norm.add_rms_norm_fp8",
+    "norm.mm_add_rms_norm_fp8",
     "act.silu_and_mul_fp8",
     "linear.quantize_fp8",
     "linear.quantize_fp8_blocks",

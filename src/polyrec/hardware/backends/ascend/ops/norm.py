@@ -35,7 +35,7 @@ class AscendNorm:
 
 
 def norm_ops(library: Any) -> NormOps:
-    """Without the two that make fp8."""
+    """Without those that make fp8."""
     own = AscendNorm(library)
     return partial_group(
         NormOps,

@@ -1,13 +1,13 @@
 """The product of few e4m3 rows and an e4m3 weight, a scale for each row and each channel: as many programs as multiprocessors.
 
-Where the inputs are cut, each part's sums are stored in fp32 and a second kernel adds them up in order, so results repeat.
+Where the inputs are cut, each part's sums are stored in fp32 and another kernel adds them up in order, so results repeat: the
+one here, or that of the norm which follows (`norm.py`).
 On an H200 it takes 5.1 to 11 us for 50 rows and each of the 1.7B model's weights, where torch takes 9 to 18
 (`benchmarks/results/few_rows_mm.json`).
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,22 +69,55 @@ def few_rows_scaled_mm_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_parts(
+    partial, q_scale, weight_scale, bias, row, first, rows, outputs, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """What `sum_of_parts` takes, of rows [R] and COLUMNS columns from `first` on: each part's sums of fp32 [SPLITS, rows,
+    outputs], both scales and the bias. A shape of its own makes loads of whole lines, however the caller lays rows out."""
+    column = first + 4 * tl.arange(0, COLUMNS // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    row = row.to(tl.int64)[:, None, None]
+    is_row, is_column = row < rows, column < outputs
+    place = partial + row * outputs + column
+    loaded = ()
+    for split in tl.static_range(SPLITS):
+        part = tl.load(place + split * rows.to(tl.int64) * outputs, mask=is_row & is_column, other=0.0)
+        loaded = loaded + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    by_row = tl.load(q_scale + row, mask=is_row, other=0.0)
+    by_column = tl.load(weight_scale + column, mask=is_column, other=0.0)
+    loaded = loaded + (by_row, by_column)  # type: ignore[assignment]  # noqa: RUF005
+    if bias is not None:
+        offset = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        loaded = loaded + (offset,)  # type: ignore[assignment]  # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def sum_of_parts(loaded, BIAS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """-> the product's values, fp32 [R, COLUMNS]: parts added from the first to the last, then as `_scaled`."""
+    total = loaded[0]
+    for split in tl.static_range(1, SPLITS):
+        total += loaded[split]
+    total *= loaded[SPLITS]
+    total *= loaded[SPLITS + 1]
+    if BIAS:
+        total += loaded[SPLITS + 2]
+    return total.reshape(total.shape[0], COLUMNS)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_scaled_mm_sum_kernel(
     partial, q_scale, weight_scale, bias, out, rows, outputs,
     SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, tile of columns): sums fp32 [SPLITS, rows, outputs], added from the first to the last -> out."""
+    """Programs (row, tile of columns) -> out [rows, outputs]."""
     row = tl.program_id(0) + tl.arange(0, 1)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = (row.to(tl.int64) * outputs)[:, None] + column[None, :]
-    inside = (column < outputs)[None, :]
-    total = tl.load(partial + place, mask=inside, other=0.0)
-    for _ in tl.static_range(1, SPLITS):
-        partial += rows.to(tl.int64) * outputs
-        total += tl.load(partial + place, mask=inside, other=0.0)
-    total = _scaled(total, q_scale, weight_scale, bias, row, column, rows, outputs)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    first = tl.program_id(1) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    loaded = load_parts(partial, q_scale, weight_scale, bias, row, first, rows, outputs, SPLITS, COLUMNS)
+    total = sum_of_parts(loaded, bias is not None, SPLITS, COLUMNS)
+    place = out + (row.to(tl.int64) * outputs)[:, None] + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(column < outputs)[None, :])
 
 
 def few_rows_scaled_mm(
@@ -94,14 +127,13 @@ def few_rows_scaled_mm(
     weight_scale: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    partial: Tensor | None,
     tiling: Tiling,
+    *,
+    exact: bool,
 ) -> None:
-    """Fills out [T, out]; the arguments are those of `LinearOps.scaled_mm`, but rows of q may be views of wider ones.
-
-    partial: room for fp32 [splits, T, out]; None where the inputs are not cut.
-    """
-    (rows, outputs), inputs = out.shape, q.shape[1]
+    """Fills out [T, out], or where the inputs are cut fp32 [splits, T, out] with the parts' sums, neither scaled nor with the
+    bias. The arguments are those of `LinearOps.scaled_mm`, but rows of q may be views of wider ones. exact: sums in fp32."""
+    (rows, inputs), outputs = q.shape, len(weight)
     tall, wide, splits, depth, stages, warps = tiling
     blocks = triton.cdiv(inputs, depth * splits)
     few_rows_scaled_mm_kernel[(triton.cdiv(rows, tall), triton.cdiv(outputs, wide), splits)](
@@ -110,7 +142,7 @@ def few_rows_scaled_mm(
         weight,
         weight_scale,
         bias,
-        out if partial is None else partial,
+        out,
         rows,
         outputs,
         inputs,
@@ -119,22 +151,28 @@ def few_rows_scaled_mm(
         ROWS=tall,
         COLUMNS=wide,
         DEPTH=depth,
-        SPLIT=partial is not None,
+        SPLIT=splits > 1,
         RAGGED=inputs % (depth * splits) != 0,
-        EXACT=out.dtype != torch.bfloat16,
+        EXACT=exact,
         num_warps=warps,
         num_stages=stages,
     )
-    if partial is not None:
-        few_rows_scaled_mm_sum_kernel[(rows, triton.cdiv(outputs, SUM_COLUMNS))](
-            partial,
-            q_scale,
-            weight_scale,
-            bias,
-            out,
-            rows,
-            outputs,
-            SPLITS=splits,
-            COLUMNS=SUM_COLUMNS,
-            num_warps=4,
-        )
+
+
+def few_rows_scaled_mm_sum(
+    partial: Tensor, q_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """Fills out [T, out] from the parts' sums, fp32 [splits, T, out]."""
+    splits, rows, outputs = partial.shape
+    few_rows_scaled_mm_sum_kernel[(rows, triton.cdiv(outputs, SUM_COLUMNS))](
+        partial,
+        q_scale,
+        weight_scale,
+        bias,
+        out,
+        rows,
+        outputs,
+        SPLITS=splits,
+        COLUMNS=SUM_COLUMNS,
+        num_warps=4,
+    )

@@ -41,14 +41,50 @@ def scaled_mm_by_rows(
     q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """`LinearOps.scaled_mm`: of few rows through a Triton kernel, in every dtype; of others as `scaled_mm`."""
+    product = q, q_scale, weight, weight_scale, bias
+    if (tiling := _few_rows_tiling(q, weight)) is None:
+        return scaled_mm(*product, out_dtype)
+    out = q.new_empty((len(q), len(weight)), dtype=out_dtype)
+    run = kernels("few_rows_mm")
+    if (partial := _partial(*product, out_dtype, tiling)) is None:
+        run.few_rows_scaled_mm(*product, out, tiling, exact=out_dtype != torch.bfloat16)
+    else:
+        run.few_rows_scaled_mm_sum(partial, q_scale, weight_scale, bias, out)
+    return out
+
+
+def scaled_mm_parts(
+    q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor | None:
+    """The sums that `scaled_mm_by_rows` would add up, fp32 [splits, T, out], for who adds them; None: it cuts no inputs."""
+    tiling = _few_rows_tiling(q, weight)
+    return None if tiling is None else _partial(q, q_scale, weight, weight_scale, bias, out_dtype, tiling)
+
+
+def _few_rows_tiling(q: Tensor, weight: Tensor) -> few_rows.Tiling | None:
+    """Of the kernel for few rows; None where the product is not its own."""
     (rows, inputs), outputs = q.shape, len(weight)
     if not (few_rows.takes(rows, outputs) and runs_kernel(q) and is_tuned(q.device)):
-        return scaled_mm(q, q_scale, weight, weight_scale, bias, out_dtype)
-    tiling = few_rows.tiling(rows, outputs, inputs)
-    out = q.new_empty((rows, outputs), dtype=out_dtype)
-    partial = q.new_empty((tiling.splits, rows, outputs), dtype=torch.float32) if tiling.splits > 1 else None
-    kernels("few_rows_mm").few_rows_scaled_mm(q, q_scale, weight, weight_scale, bias, out, partial, tiling)
-    return out
+        return None
+    return few_rows.tiling(rows, outputs, inputs)
+
+
+def _partial(
+    q: Tensor,
+    q_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tiling: few_rows.Tiling,
+) -> Tensor | None:
+    """The parts' sums; None where there is one part."""
+    if tiling.splits == 1:
+        return None
+    partial = q.new_empty((tiling.splits, len(q), len(weight)), dtype=torch.float32)
+    exact = out_dtype != torch.bfloat16
+    kernels("few_rows_mm").few_rows_scaled_mm(q, q_scale, weight, weight_scale, bias, partial, tiling, exact=exact)
+    return partial
 
 
 def block_scaled_mm(q: Tensor, q_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from ....ops.linear import Fp8Rows
 from ....ops.norm import NormOps
 from ....ops.spec import FP8
 from .launch import as_rows, kernels, runs_kernel, trains_kernel
+from .linear import scaled_mm_by_rows, scaled_mm_parts
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,9 +140,39 @@ def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     return out, scale, total
 
 
+def mm_add_rms_norm_fp8(
+    q: Tensor,
+    q_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`NormOps.mm_add_rms_norm_fp8`: where the product's inputs are cut, the norm's kernel adds up its parts, to the bits of
+    the two operations."""
+    product = q, q_scale, weight, weight_scale, bias
+    partial = scaled_mm_parts(*product, residual.dtype) if runs_kernel(residual, norm_weight) else None
+    if partial is None:
+        return add_rms_norm_fp8(scaled_mm_by_rows(*product, residual.dtype), residual, norm_weight, eps)
+    out, scale = residual.new_empty(residual.shape, dtype=FP8), q_scale.new_empty(q_scale.shape)
+    total = residual.new_empty(residual.shape)
+    scales = q_scale, weight_scale, bias
+    kernels("norm").rms_norm_of_parts(partial, *scales, residual, norm_weight, eps, out, scale, total)
+    return out, scale, total
+
+
 def norm_ops(fp8: bool) -> NormOps:
     """fp8: whether the device has e4m3; without it those results are the reference's."""
     ops = replace(
         reference.REFERENCE_NORM_OPS, rms_norm=rms_norm, add_rms_norm=add_rms_norm, add_rms_norm_mm=add_rms_norm_mm
     )
-    return replace(ops, rms_norm_fp8=rms_norm_fp8, add_rms_norm_fp8=add_rms_norm_fp8) if fp8 else ops
+    if not fp8:
+        return ops
+    return replace(
+        ops,
+        rms_norm_fp8=rms_norm_fp8,
+        add_rms_norm_fp8=add_rms_norm_fp8,
+        mm_add_rms_norm_fp8=mm_add_rms_norm_fp8,
+    )
