@@ -50,13 +50,13 @@ def count_kernel(score, node, first_child, offsets, order, begins, num_beams, LO
 
 
 @triton.jit
-def _beam_of(candidate, offsets, num_beams, valid, STEPS: tl.constexpr):
+def _beam_of(candidate, offsets, num_beams, num_steps):
     """The last place whose offset is not above the candidate, by bisection."""
     low = tl.zeros_like(candidate)
     high = tl.zeros_like(candidate) + (num_beams - 1)
-    for _ in tl.static_range(STEPS):
+    for _ in range(num_steps):
         middle = (low + high + 1) // 2
-        right = tl.load(offsets + middle, mask=valid, other=0) <= candidate
+        right = tl.load(offsets + middle) <= candidate
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle - 1)
     return low
@@ -110,11 +110,11 @@ def children_kernel(
     tl.store(result + row, highest + tl.log(total))
 
 
-@triton.jit(do_not_specialize=["num_beams", "num_codes", "num_splits"])
+@triton.jit(do_not_specialize=["num_beams", "num_steps", "num_codes", "num_splits"])
 def select_kernel(
     logits, normalizer, score, code, offsets, order, begins, keys, allow, num_keys, stride, partial,
-    num_beams, num_codes, num_splits,
-    LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, STEPS: tl.constexpr,
+    num_beams, num_steps, num_codes, num_splits,
+    LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr,
     SLOT_BITS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, split): of every num_splits-th block of 2^LOG candidates the best 2^KEEP_LOG, falling -> partial
@@ -126,24 +126,30 @@ def select_kernel(
     offsets += request * (num_beams + 1)
     order += request * num_beams
     begins += request * num_beams
-    # The last offset, and each offset once: the bisection then finds them all in the multiprocessor's own cache.
-    end = tl.arange(0, 1 << STEPS)
-    total = tl.max(tl.load(offsets + 1 + end, mask=end < num_beams, other=0), 0)
+    # The last offset is the largest. The others are read with it, so that the bisection finds them in a cache nearby.
+    some = tl.arange(0, KEEP)
+    others = tl.max(tl.load(offsets + some, mask=some < num_beams, other=0), 0)
+    total = tl.maximum(tl.load(offsets + num_beams), others)
     place = sequence_of(tl.arange(0, BLOCK), LOG, HELD)
     best = tl.full([2] * KEEP_LOG, NONE, tl.int64)
     for first in range(split * BLOCK, total, num_splits * BLOCK):
-        candidate = first + place
-        valid = candidate < total
-        ordinal = _beam_of(candidate, offsets, num_beams, valid, STEPS)
-        row = request * num_beams + tl.load(order + ordinal, mask=valid, other=0)
-        slot = candidate - tl.load(offsets + ordinal, mask=valid, other=0)
-        child = tl.load(begins + ordinal, mask=valid, other=0) + slot
-        token = tl.load(code + child, mask=valid, other=0).to(tl.int64)
-        gain = tl.load(logits + row * num_codes + token, mask=valid, other=0.0).to(tl.float32)
+        # A thread's loads of one step shall be under way together. ptxas waits for each of them before the next where they
+        # have masks, or where the next step may begin. So past the end is the last candidate again, and barriers part steps.
+        candidate = tl.minimum(first + place, total - 1)
+        valid = first + place < total
+        ordinal = _beam_of(candidate, offsets, num_beams, num_steps)
+        beam, before, begin = tl.load(order + ordinal), tl.load(offsets + ordinal), tl.load(begins + ordinal)
+        tl.debug_barrier()
+        row, slot = request * num_beams + beam, candidate - before
+        child = begin + slot
+        token = tl.load(code + child).to(tl.int64)
+        own, lse = tl.load(score + row), tl.load(normalizer + row)
+        tl.debug_barrier()
+        gain = tl.load(logits + row * num_codes + token).to(tl.float32)
         if FILTERED:
             valid &= _is_allowed(child, request, keys, allow, num_keys, stride, valid, KEY_STEPS)
-        lse = tl.load(normalizer + row, mask=valid, other=0.0)
-        value = tl.load(score + row, mask=valid, other=0.0) + (gain - lse)
+        tl.debug_barrier()
+        value = own + (gain - lse)
         bits = value.to(tl.int32, bitcast=True).to(tl.int64)
         ordered = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
         number = (ordinal.to(tl.int64) << SLOT_BITS) | slot.to(tl.int64)

@@ -65,7 +65,7 @@ def beam_step(
     partial = torch.empty((requests, lists.splits, lists.keep), dtype=torch.int64, device=device)
     search.select_kernel[(requests, lists.splits)](
         logits, normalizer.float().contiguous(), score, trie.code, offsets, order, begins, *listed, partial,
-        num_beams, num_codes, lists.splits, STEPS=log_of(num_beams), SLOT_BITS=slot_bits,
+        num_beams, log_of(num_beams), num_codes, lists.splits, SLOT_BITS=slot_bits,
         **shape_of(lists.block, lists.keep, warps_of(lists.block)), **filtered,
     )  # fmt: skip
     merged, warps = partial, warps_of(lists.keep)
