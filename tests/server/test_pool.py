@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -15,16 +16,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import ServerProcess, eventually, fake_server, metric
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from polyrec.core.errors import RequestError
 from polyrec.engine.recommender import Recommender
-from polyrec.server.channel import Answers, Ask, Cancel, Channel, Status
+from polyrec.engine.searches import SearchRequest, SearchResult
+from polyrec.server.channel import Answers, Ask, Cancel, Channel, Status, packed, take_messages
 from polyrec.server.http import run_loop
 from polyrec.server.metrics import added_up
 from polyrec.server.pool import Peer, WorkerPool
@@ -407,3 +412,39 @@ def test_profiles_are_taken_of_the_engine(tiny_server: ServerProcess) -> None:
         assert client.post("/v1/profile/start").json() == {"running": True, "file": None}
         assert client.post("/v1/recommend", json={"history": ["item-1"]}).status_code == 200
         assert Path(client.post("/v1/profile/stop").json()["file"]).is_file()
+
+
+RESULT = SearchResult(np.array([3, 1]), np.array([-0.5, -1.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ask(3, SearchRequest(np.arange(5), 2, 4), None),
+        Ask(3, SearchRequest(np.arange(5), 2, 4, np.array([1]), np.array([2, 7])), 1.5),
+        Ask(3, ("something", "else"), 1.5),
+        Answers([(1, RESULT)], None),
+        Answers([(1, RESULT), (2, SearchResult(np.zeros(0, int), np.zeros(0, np.float32)))], None),
+        Answers([(1, RESULT), (2, RequestError("code", "message", "remedy"))], None),
+        Answers([(1, RESULT)], Status("ready", True, 3, {})),
+        Answers([(1, ["counted"])], None),
+        Answers([], None),
+        ("another", "tuple"),
+        (),
+    ],
+    ids=str,
+)
+def test_searches_and_what_they_find_arrive_as_they_were_sent(message: object) -> None:
+    received: list[Any] = []
+    take_messages(bytearray(packed(message)), received.append)
+    assert type(received[0]) is type(message)
+    np.testing.assert_equal(told(received[0]), told(message))
+
+
+def told(value: Any) -> Any:
+    """What it holds, in a form that compares."""
+    if isinstance(value, Exception):
+        return type(value), value.__dict__
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__, [told(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [told(one) for one in value] if isinstance(value, list | tuple) else value

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import uvicorn.server
 from processes import WORKERS, ServerProcess, eventually, fake_server
 
-from polyrec.server.protocol import HEAD_BYTES
+from polyrec.server.context import RequestContext
+from polyrec.server.http import uvicorn_config
+from polyrec.server.metrics import ServerMetrics
+from polyrec.server.protocol import HEAD_BYTES, HttpProtocol
+from polyrec.server.rehearsal import Nowhere
+from polyrec.server.settings import ServerSettings
+from polyrec.server.state import ServerState
 
 BODY = json.dumps({"history": ["i1"], "n": 3}).encode()
 CHUNKED = b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (9, BODY[:9], len(BODY) - 9, BODY[9:])
@@ -67,6 +76,101 @@ def test_an_offered_upgrade_is_ignored(server: ServerProcess, offer: bytes, body
     for _, content in found[:2]:
         assert [item["item_id"] for item in json.loads(content)["items"]] == ["i0", "i1", "i2"]
     assert server.errors().count('"warning"') == before
+
+
+class Writes(Nowhere):
+    """Keeps what is written, write by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def plain(scope: Any, receive: Any, send: Any) -> None:
+    """Answers as its path says."""
+    status, parts = (404 if scope["path"] == "/missing" else 200), [b"one", b"two"]
+    parts = parts if scope["path"] == "/parts" else [b"".join(parts)]
+    headers = [(b"content-length", b"6")] if scope["path"] != "/chunks" else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for number, part in enumerate(parts):
+        await send({"type": "http.response.body", "body": part, "more_body": number + 1 < len(parts)})
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_writes", "end"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 1, b"\r\n\r\nonetwo"),
+        (b"GET / HTTP/1.1\r\nX-Request-Id: mine\r\n\r\n", 1, b"\r\nx-request-id: mine\r\n\r\nonetwo"),
+        (b"GET /missing HTTP/1.1\r\n\r\n", 2, b"onetwo"),
+        (b"GET /parts HTTP/1.1\r\n\r\n", 3, b"two"),
+        (b"GET /chunks HTTP/1.1\r\n\r\n", 2, b"6\r\nonetwo\r\n0\r\n\r\n"),
+        (b"GET / HTTP/1.0\r\n\r\n", 2, b"onetwo"),
+        (b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n", 2, b"onetwo"),
+        (b"HEAD / HTTP/1.1\r\n\r\n", 1, b"\r\n\r\n"),
+    ],
+    ids=lambda value: value.split(b" HTTP")[0].decode() if isinstance(value, bytes) and b" HTTP" in value else "",
+)
+def test_a_plain_answer_is_written_at_once(request_: bytes, num_writes: int, end: bytes) -> None:
+    """And says what uvicorn would; anything else is written by uvicorn. The connection serves the next request alike."""
+
+    async def run() -> None:
+        state = ServerState("model")
+        app = RequestContext(plain, ServerMetrics(state, 1))
+        config = uvicorn_config(app, ServerSettings())
+        config.load()
+        own, uvicorns = Writes(), Writes()
+        lines = []
+        for transport, is_own in ((own, True), (uvicorns, False)):
+            server_state = uvicorn.server.ServerState()
+            server_state.default_headers = [(b"date", b"today")]
+            protocol = HttpProtocol(config, server_state, {}, asyncio.get_running_loop())
+            if not is_own:
+                protocol.answer_whole = lambda *args: False  # type: ignore[method-assign]
+            protocol.connection_made(transport)
+            for _ in range(2):
+                protocol.data_received(request_)
+                await asyncio.sleep(0.01)
+                if transport.is_closed:
+                    break
+            answered = b"".join(transport.writes)
+            lines.append([line for line in answered.split(b"\r\n") if b"x-request-id" not in line])
+            assert server_state.total_requests == (1 if transport.is_closed else 2)
+        assert lines[0] == lines[1]
+        assert len(own.writes) == num_writes * (1 if own.is_closed else 2)
+        assert own.writes[-1].endswith(end)
+        is_plain = end.endswith(b"\r\n\r\nonetwo")
+        assert (own.is_closed, len(uvicorns.writes) > len(own.writes)) == (uvicorns.is_closed, is_plain)
+
+    asyncio.run(run())
+
+
+def test_of_pipelined_requests_each_has_its_answer(server: ServerProcess) -> None:
+    with connected(server) as connection:
+        connection.sendall(
+            b"GET /health HTTP/1.1\r\n\r\nGET /v1/models HTTP/1.1\r\n\r\nGET /nothing HTTP/1.1\r\n\r\n"
+            + RECOMMEND
+            + SIZED
+        )
+        found = answers(connection, 4)
+    assert [status for status, _ in found] == [200, 200, 404, 200]
+    assert [
+        key for _, content in found for key in ("status", "object", "error", "items") if key in json.loads(content)
+    ] == [
+        "status",
+        "object",
+        "error",
+        "items",
+    ]
 
 
 def test_a_head_of_many_bytes(server: ServerProcess) -> None:

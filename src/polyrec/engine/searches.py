@@ -24,7 +24,16 @@ class SearchRequest:
     allowed: np.ndarray | None = None
 
     def __reduce__(self) -> tuple[Callable[..., SearchRequest], tuple[Any, ...]]:
-        return _request, (_bytes(self.prompt, np.int64), self.n, self.beam_width, self.excluded, self.allowed)
+        return SearchRequest.of_plain, self.plain()
+
+    def plain(self) -> tuple[Any, ...]:
+        """What `of_plain` takes: in most requests nothing but bytes and numbers."""
+        return _bytes(self.prompt, np.int64), self.n, self.beam_width, self.excluded, self.allowed
+
+    @classmethod
+    def of_plain(cls, prompt: bytearray, *rest: Any) -> SearchRequest:
+        """From `plain`'s values."""
+        return cls(np.frombuffer(prompt, np.int64), *rest)
 
 
 @dataclass(frozen=True)
@@ -35,17 +44,18 @@ class SearchResult:
     scores: np.ndarray
 
     def __reduce__(self) -> tuple[Callable[..., SearchResult], tuple[Any, ...]]:
-        return _result, (_bytes(self.leaves, np.int64), _bytes(self.scores, np.float32))
+        return SearchResult.of_plain, self.plain()
+
+    def plain(self) -> tuple[bytearray, bytearray]:
+        """What `of_plain` takes."""
+        return _bytes(self.leaves, np.int64), _bytes(self.scores, np.float32)
+
+    @classmethod
+    def of_plain(cls, leaves: bytearray, scores: bytearray) -> SearchResult:
+        """From `plain`'s values."""
+        return cls(np.frombuffer(leaves, np.int64), np.frombuffer(scores, np.float32))
 
 
 def _bytes(array: np.ndarray, dtype: type[np.generic]) -> bytearray:
     """An array made of a bytearray can be written to, as torch wants those whose memory it shares."""
     return bytearray(np.ascontiguousarray(array, dtype))
-
-
-def _request(prompt: bytearray, *rest: Any) -> SearchRequest:
-    return SearchRequest(np.frombuffer(prompt, np.int64), *rest)
-
-
-def _result(leaves: bytearray, scores: bytearray) -> SearchResult:
-    return SearchResult(np.frombuffer(leaves, np.int64), np.frombuffer(scores, np.float32))

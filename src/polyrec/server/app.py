@@ -89,9 +89,9 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         asked = parse_body(RecommendBody, content).to_request(settings.max_beam_width)
         prepared = await _aside(len(content), service.front.prepare, asked)
         answer = await _answer(service, prepared, request, deadline, service.front.finish_as_cards)
-        _note(request, metrics, answer)
         timing_ms = round(deadline.elapsed * 1000, 3)
-        return _sent(encode_answer(answer, request_id=request.state.request_id, timing_ms=timing_ms))
+        encoded = encode_answer(answer, request_id=request.state.request_id, timing_ms=timing_ms)
+        return _Noted(encoded, media_type="application/json", note=functools.partial(_note, request, metrics, answer))
 
     return recommend
 
@@ -197,6 +197,18 @@ def _note(request: Request, metrics: ServerMetrics, answer: Recommendation | Car
         "num_unknown": len(answer.unknown_items),
         "source": answer.source,
     }
+
+
+class _Noted(Response):
+    """Is noted when it is sent, so that its client need not wait for that."""
+
+    def __init__(self, content: bytes, media_type: str, note: Callable[[], None]) -> None:
+        super().__init__(content, media_type=media_type)
+        self._note = note
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+        self._note()
 
 
 def _count(metrics: ServerMetrics, answer: Recommendation | CardAnswer) -> None:

@@ -14,7 +14,10 @@ from typing import Any, Literal, cast
 
 from prometheus_client import Metric
 
+from ..engine.searches import SearchRequest, SearchResult
+
 _LENGTH = 4  # bytes before each message
+_SEARCH, _FOUND = "search", "found"  # what tuples are
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,30 @@ def sent_now(end: socket.socket, content: bytes | bytearray) -> int:
 
 def packed(message: Any) -> bytes:
     """As it is sent."""
-    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    content = pickle.dumps(_plain(message), pickle.HIGHEST_PROTOCOL)
     return len(content).to_bytes(_LENGTH, "little") + content
+
+
+def _plain(message: Any) -> Any:
+    """Searches, and what searches found, as tuples: nearly all messages are that. With cold caches, classes take 0.06 ms to
+    pickle and 0.05 to make again, tuples a third."""
+    if type(message) is Ask and type(message.search) is SearchRequest:
+        return _SEARCH, message.number, message.deadline, *message.search.plain()
+    if type(message) is Answers and message.status is None:
+        found = [(number, *result.plain()) for number, result in message.results if type(result) is SearchResult]
+        return (_FOUND, *found) if len(found) == len(message.results) else message
+    return message
+
+
+def _of_plain(message: Any) -> Any:
+    if type(message) is not tuple:
+        return message
+    match message:
+        case (kind, number, deadline, *search) if kind == _SEARCH:
+            return Ask(number, SearchRequest.of_plain(*search), deadline)
+        case (kind, *results) if kind == _FOUND:
+            return Answers([(number, SearchResult.of_plain(*found)) for number, *found in results], None)
+    return message
 
 
 def take_messages(received: bytearray, on_message: Callable[[Any], None]) -> None:
@@ -207,7 +232,7 @@ def take_messages(received: bytearray, on_message: Callable[[Any], None]) -> Non
                 break
             place = end
             with memoryview(received) as view:
-                message = pickle.loads(view[start:end])
+                message = _of_plain(pickle.loads(view[start:end]))
             on_message(message)
     finally:
         del received[:place]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import re
 import time
-import uuid
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .logs import FIELDS, LOGGER
 from .metrics import ServerMetrics
+from .protocol import WHOLE
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_NONE: dict[str, Any] = {}
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines: logged at debug
 
 
@@ -38,11 +41,22 @@ class RequestContext:
         state["request_id"] = request_id = _request_id(scope)
         status = 500
 
+        answer_whole = scope.get("extensions", _NONE).get(WHOLE)
+        held: Message | None = None
+
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, held
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if status == 200 and answer_whole is not None:
+                    held = message  # until it is known whether all else comes at once
+                    return
+            elif held is not None:
+                start, held = held, None
+                if _is_whole(start, message) and answer_whole(scope, start["headers"], message["body"]):
+                    return
+                await send(start)
             await send(message)
 
         self._metrics.in_flight.inc()
@@ -75,7 +89,13 @@ class RequestContext:
         self._logger.log(level, "request", extra={FIELDS: fields})
 
 
+def _is_whole(start: Message, body: Message) -> bool:
+    return (
+        not body.get("more_body", False) and (b"content-length", b"%d" % len(body.get("body", b""))) in start["headers"]
+    )
+
+
 def _request_id(scope: Scope) -> str:
     """The client's id when it is short and plain (it goes into logs and a header), else a new one."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given.decode() if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"

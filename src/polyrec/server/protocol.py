@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+WHOLE = "polyrec.whole_answer"  # the scope's extension that is `HttpProtocol.answer_whole`
 HEAD_BYTES = 64 * 1024  # the most that a request's head may have
 
 
@@ -42,6 +45,32 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(431, "The head of the request is too large.")
             else:
                 self._refuse(400, "Invalid HTTP request received.")
+
+    def answer_whole(self, scope: Scope, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Answers 200 in one write and few steps, as uvicorn does in two and many. headers: checked ones, Content-Length too.
+        False: nothing was done, since this is no plain case."""
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.scope is not scope  # another request came behind it
+            or cycle.response_started
+            or cycle.disconnected
+            or not cycle.keep_alive
+            or self.flow.write_paused
+            or scope["method"] == "HEAD"
+        ):
+            return False
+        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        self.transport.write(b"".join((STATUS_LINE[200], *lines, b"\r\n", body)))
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {WHOLE: self.answer_whole}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         if self._kept_bytes > HEAD_BYTES and self._head_bytes() > HEAD_BYTES:  # the read may hold a body too

@@ -42,7 +42,8 @@ class Deadline:
 
 async def read_body(request: Request, limit: int, deadline: Deadline) -> bytes:
     """The whole body; refuses another content type (415), more than `limit` bytes (413), and slow senders (408)."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    headers: dict[bytes, bytes] = dict(request.scope["headers"][::-1])  # of several of one name, the first
+    content_type = headers.get(b"content-type", b"application/json").decode("latin-1").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise RequestError(
             "content_type_unsupported",
@@ -50,8 +51,8 @@ async def read_body(request: Request, limit: int, deadline: Deadline) -> bytes:
             "Send the header 'Content-Type: application/json'.",
             status=415,
         )
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large(limit)
     try:
         return await _within(deadline.left, _receive_body(request, limit))
