@@ -465,8 +465,12 @@ def test_the_list_of_work(backend):
             assert (count, row) == (rows[request], first[request])
             assert spans <= max(work.max_spans, 1)
             if spans > 1:
-                parts[first_part : first_part + spans * count] += 1
-                assert first_part + spans * count <= work.num_parts
+                of_spans = [first_part + span * count for span in range(spans)]
+                if width:
+                    of_spans = [row + span * num_rows for span in range(spans)]
+                for begin in of_spans:
+                    parts[begin : begin + count] += 1
+                assert of_spans[-1] + count <= work.num_parts
             mine = [item for item in items if item[0] == request]
             taken = width or (keys[request] and (cached[request] > 0) == (least > 0))
             tiles = -(-rows[request] * group // tile) if taken else 0
@@ -478,7 +482,9 @@ def test_the_list_of_work(backend):
                 of_span = [item for item in mine if item[1] == of_tile]
                 assert [item[2] for item in of_span] == [0, *(item[3] for item in of_span[:-1])]
                 assert of_span[-1][3] == keys[request]
-                outs = [first_part + span * count if spans > 1 else -1 for span in range(spans)]
+                outs = [row + span * num_rows if width else -1 for span in range(spans)]
+                if spans > 1:
+                    outs = of_spans
                 assert [item[4:] for item in of_span] == [
                     [out, count, row, keys[request] if width else keys[request] - count] for out in outs
                 ]

@@ -7,6 +7,7 @@ Nothing here is synchronised and no shape depends on a tensor's value, so all of
 from __future__ import annotations
 
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from . import triton_kernels as kernels
 from .sdpa import SdpaAttention
 from .triton_prompt import KEYS, BeamReader, OwnTokens, PromptReader, room_for_quantized
 from .triton_work import Work, list_work
+
+PROGRAMS = 264  # two on each multiprocessor of an H200
 
 
 class TritonAttention(AttentionBackend):
@@ -90,12 +93,13 @@ class PackedPlan(AttentionPlan):
 
     def _attend_packed(self, work: Work, query: Tensor, key: Tensor, value: Tensor, result: Tensor) -> None:
         needs, (_, heads, dim) = self._needs, query.shape
-        kernels.packed_kernel[(work.max_items, heads)](
+        tile = self._packed_tile
+        kernels.packed_kernel[(heads, work.max_items)](
             query, key, value, result, work.items, work.count, dim**-0.5, needs.soft_cap or 1.0,
             needs.sliding_window or 0, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=packed_tile(dim), KEYS=KEYS,
+            HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=tile.rows, KEYS=KEYS,
             CAPPED=needs.soft_cap is not None, WINDOWED=needs.sliding_window is not None,
-            num_warps=8, num_stages=3 if query.element_size() == 2 else 1,
+            num_warps=tile.warps, num_stages=tile.stages if query.element_size() == 2 else 1,
         )  # fmt: skip
 
     # Both are made in the first layer: another plan of this kind may need neither.
@@ -111,9 +115,13 @@ class PackedPlan(AttentionPlan):
         return list_work(
             layout.lengths,
             layout.num_tokens,
-            tile=packed_tile(self._needs.head_dim),
+            tile=self._packed_tile.rows,
             cached=layout.cached,
         )
+
+    @property
+    def _packed_tile(self) -> PackedTile:
+        return packed_tile(self._layout.num_tokens, self._needs.num_heads, self._needs.head_dim)
 
     @cached_property
     def _reader(self) -> PromptReader | None:
@@ -122,9 +130,23 @@ class PackedPlan(AttentionPlan):
         return PromptReader(self._needs, self._layout, self._cache)
 
 
-def packed_tile(head_dim: int) -> int:
-    """Queries of one program of the packed kernel."""
-    return 64 if head_dim > 128 else 128
+class PackedTile(NamedTuple):
+    """Queries of one program of the packed kernel, its warps and stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def packed_tile(num_tokens: int, heads: int, head_dim: int) -> PackedTile:
+    """For prefills of so many tokens. Where tiles of one warpgroup all run at once, two on each multiprocessor, they finish
+    sooner than larger ones: on an H200 in 8.2 us instead of 10.6 for 305 tokens, 14.3 instead of 16.8 for 610, and 21.4 instead
+    of 22.9 for 1,001. Rows add up alike in both."""
+    if head_dim > 128:
+        return PackedTile(64, 8, 3)
+    if num_tokens * heads <= 64 * PROGRAMS:
+        return PackedTile(64, 4, 2)
+    return PackedTile(128, 8, 3)
 
 
 class TritonSearch(SearchAttention):

@@ -78,14 +78,14 @@ def packed_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (item, head): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
-    if tl.program_id(0) >= tl.load(count):
+    """Programs (head, item): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
+    if tl.program_id(1) >= tl.load(count):
         return
-    at = items + tl.program_id(0) * ITEM_SIZE
+    at = items + tl.program_id(1) * ITEM_SIZE
     block = tl.load(at + TILE)
     length = tl.load(at + ROWS_OF)
     first = tl.load(at + FIRST_ROW).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     row = block * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, DIM)
     inside = row < length
@@ -118,7 +118,7 @@ def packed_kernel(
         if WINDOWED:
             seen &= row[:, None] - number[None, :] < window
         top, total, acc = _attend(q, k, v, seen, top, total, acc, scale, soft_cap, True, CAPPED)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     out = result + (token[:, None] * HEADS + head) * DIM + lane
     tl.store(out, acc.to(result.dtype.element_ty), mask=inside[:, None])
 
@@ -150,18 +150,19 @@ def _item(items, item):
 
 @triton.jit(do_not_specialize=["page_row", "step_rows"])
 def prompt_kernel(
-    query, keys, values, result, items, count, starts, pages, part, part_top, part_total,
+    query, keys, values, result, items, count, starts, pages, part, part_top,
     key, value, suffix_keys, suffix_values, ancestors,
     page_row, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
     OWN 0: queries are a prompt's last tokens; else beams, which have so many tokens of their own behind the prompt, as in
     `merge_kernel`. PAGE: tokens of a page; prompt r has `pages` int32 [R, page_row]; 0: it lies in slots from starts[r] on.
-    part: fp32 [rows, heads, DIM], not yet divided; part_top, part_total: fp32 [rows, heads], the running softmax in base 2.
-    What is not cut goes to the result, with a beam's own tokens.
+    part: [rows, heads, DIM], what the span alone would give; part_top: fp32 [rows, heads], the logarithm of its softmax's sum,
+    in base 2. With CUT all beams' results go there; without it they go to the result, with own tokens. Of a prompt's last
+    tokens, what is not cut goes to the result.
     """
     CAUSAL: tl.constexpr = OWN == 0
     kv_heads: tl.constexpr = HEADS // GROUP
@@ -216,7 +217,7 @@ def prompt_kernel(
                 if WINDOWED:
                     seen = seen & (position[:, None] - number[None, :] < window)
             top, total, acc = _attend(q, tl.trans(k), v, seen, top, total, acc, scale, soft_cap, True, CAPPED)
-        if out < 0:
+        if OWN > 0 and not CUT:
             for step in tl.static_range(OWN):
                 if step < OWN - 1:
                     earlier = tl.load(ancestors + token * (OWN - 1) + step, mask=inside, other=0)
@@ -233,14 +234,14 @@ def prompt_kernel(
                 top, total, acc = attend_own(
                     q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
                 )
-            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        acc *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        if CUT and (OWN > 0 or out >= 0):
+            apart = (out.to(tl.int64) + row // GROUP) * HEADS + head
+            tl.store(part + apart[:, None] * DIM + lane, acc.to(part.dtype.element_ty), mask=inside[:, None])
+            tl.store(part_top + apart, top + tl.log2(total), mask=inside)
+        else:
             to = (token * HEADS + head)[:, None] * DIM + lane
             tl.store(result + to, acc.to(result.dtype.element_ty), mask=inside[:, None])
-        else:
-            apart = (out.to(tl.int64) + row // GROUP) * HEADS + head
-            tl.store(part + apart[:, None] * DIM + lane, acc, mask=inside[:, None])
-            tl.store(part_top + apart, top, mask=inside)
-            tl.store(part_total + apart, total, mask=inside)
         item += tl.num_programs(0)
         if item < bound:
             request, tile, begin, end, out, num_rows, first_query, before = _item(items, item)

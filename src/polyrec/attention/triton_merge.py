@@ -63,92 +63,122 @@ def _store_row(values, quantized, scales, row, at, real, dtype: tl.constexpr):
     tl.store(quantized + at, to_e4m3(rounded * (1.0 / own)), mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["step_rows", "width"])
+@triton.jit
+def _parts(
+    part, first, num_rows, begin: tl.constexpr, bound, head, real,
+    HEADS: tl.constexpr, DIM: tl.constexpr, NUM: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """The results of NUM spans from `begin` on, of which those below `bound` are read: NUM tiles [heads, DIM], or one tile
+    [NUM, heads, DIM]. Tiles of all heads stand APART: together, several spans would lie in several warps, which had to exchange
+    their sums."""
+    lane = tl.arange(0, DIM)
+    if APART:
+        parts = ()
+        for one in tl.static_range(NUM):
+            place = (first + (begin + one) * num_rows) * HEADS + head
+            there = real & (head * 0 + (begin + one) < bound)
+            parts = parts + (tl.load(part + place[:, None] * DIM + lane, mask=there[:, None], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        some = begin + tl.arange(0, NUM)[:, None]
+        place = (first + some * num_rows) * HEADS + head[None, :]
+        there = (some < bound) & real[None, :]
+        parts = tl.load(part + place[:, :, None] * DIM + lane[None, None, :], mask=there[:, :, None], other=0.0)
+    return parts
+
+
+@triton.jit
+def _add_parts(
+    acc, parts, part_top, first, num_rows, begin: tl.constexpr, num_spans, head, real, base,
+    HEADS: tl.constexpr, NUM: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """`_parts` of spans weighed by their softmax's sums, 2 ** (part_top − base), into acc [heads, DIM]. What lies behind the
+    spans that there are may be anything."""
+    if APART:
+        for one in tl.static_range(NUM):
+            place = (first + (begin + one) * num_rows) * HEADS + head
+            there = real & (head * 0 + (begin + one) < num_spans)
+            grow = tl.exp2(tl.load(part_top + place, mask=there, other=NEVER) - base)
+            acc += tl.where(there[:, None], parts[one].to(tl.float32) * grow[:, None], 0.0)
+    else:
+        some = begin + tl.arange(0, NUM)[:, None]
+        place = (first + some * num_rows) * HEADS + head[None, :]
+        there = (some < num_spans) & real[None, :]
+        grow = tl.exp2(tl.load(part_top + place, mask=there, other=NEVER) - base[None, :])
+        acc += tl.sum(tl.where(there[:, :, None], parts.to(tl.float32) * grow[:, :, None], 0.0), 0)
+    return acc
+
+
+@triton.jit(do_not_specialize=["step_rows", "width", "max_spans"])
 def merge_kernel(
-    query, key, value, part, part_top, part_total, requests, owner, suffix_keys, suffix_values, ancestors, result,
-    quantized, scales, width, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
+    query, key, value, part, part_top, requests, owner, suffix_keys, suffix_values, ancestors, result,
+    quantized, scales, width, max_spans, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
     OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. A
-    row whose prompt was not cut has its result already. Own tokens: as of `_own_tokens`; OWN 0: the row is no beam, else each
-    request has `width` rows. QUANTIZED: all rows go to `quantized` e4m3 [rows, heads · D] and `scales` [rows]; BLOCK has all
-    heads then.
+    """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. Own
+    tokens: as of `_own_tokens`, each request having `width` rows. OWN 0: the row is no beam; if its prompt was not cut, it has
+    its result already. part, part_top: as of `prompt_kernel`, of at most max_spans spans. QUANTIZED: all rows go to `quantized`
+    e4m3 [rows, heads · D] and `scales` [rows]; BLOCK has all heads then.
 
     A program does little, so what it costs is trips to memory one after another: all that depends on nothing is loaded first.
+    A beam's spans lie where their numbers say, so the first ones are loaded before it is known how many there are.
     """
+    AT_ONCE: tl.constexpr = 8 if MOST > 8 else MOST
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = head < HEADS
     lane = tl.arange(0, DIM)
-    tile = head[:, None] * DIM + lane
+    to = row * (HEADS * DIM) + head[:, None] * DIM + lane
     if OWN > 0:
+        request = tl.program_id(0) // width
+        num_spans = tl.load(requests + request * REQUEST_SIZE + SPANS)
+        first, num_rows = row, tl.num_programs(0).to(tl.int64)
+        known = max_spans
         q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
         keys, values = _own_tokens(
             row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
             HEADS, GROUP, DIM, OWN,
         )  # fmt: skip
-        request = tl.program_id(0) // width
     else:
         request = tl.load(owner + row)
         if QUANTIZED:
             if request < 0:
-                whole = tl.load(result + row * (HEADS * DIM) + tile, mask=real[:, None], other=0.0).to(tl.float32)
-                _store_row(whole, quantized, scales, row, row * (HEADS * DIM) + tile, real, result.dtype.element_ty)
+                whole = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
+                _store_row(whole, quantized, scales, row, to, real, result.dtype.element_ty)
                 return
         elif request < 0:
             return
-    at = requests + request * REQUEST_SIZE
-    num_spans = tl.load(at + SPANS)
-    first = tl.load(at + FIRST_PART) + row
-    if OWN > 0:
-        num_rows = width.to(tl.int64)
-        first -= request * num_rows
-    else:
+        at = requests + request * REQUEST_SIZE
+        num_spans = tl.load(at + SPANS)
+        first = tl.load(at + FIRST_PART) + row - tl.load(at + PART_ROW)
         num_rows = tl.load(at + PART_ROWS).to(tl.int64)
-        first -= tl.load(at + PART_ROW)
-    to = row * (HEADS * DIM) + tile
-    if num_spans <= 1:
-        if QUANTIZED:
-            whole = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
-            _store_row(whole, quantized, scales, row, to, real, result.dtype.element_ty)
-        return
-    # Tops first, then many spans at a time.
-    AT_ONCE: tl.constexpr = 8
+        known = num_spans
     span = tl.arange(0, MOST)[:, None]
     of_span = (first + span * num_rows) * HEADS + head[None, :]
-    there = (span < num_spans) & real[None, :]
-    top = tl.max(tl.load(part_top + of_span, mask=there, other=NEVER), 0)
+    tops = tl.load(part_top + of_span, mask=(span < known) & real[None, :], other=NEVER)
+    parts = _parts(part, first, num_rows, 0, known, head, real, HEADS, DIM, AT_ONCE, QUANTIZED)
+    if OWN == 0:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
+        if num_spans <= 1:
+            if QUANTIZED:
+                whole = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
+                _store_row(whole, quantized, scales, row, to, real, result.dtype.element_ty)
+            return
+    if MOST > AT_ONCE:
+        later = _parts(part, first, num_rows, AT_ONCE, num_spans, head, real, HEADS, DIM, MOST - AT_ONCE, QUANTIZED)
+    tops = tl.where(span < num_spans, tops, NEVER)
+    top = tl.max(tops, 0)
     base = tl.where(top == NEVER, 0.0, top)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.sum(tl.exp2(tops - base[None, :]), 0)
     acc = tl.zeros([BLOCK, DIM], tl.float32)
-    if QUANTIZED:  # of a tile of all heads, several spans would lie in several warps, which had to exchange their sums
-        for start in range(0, num_spans, AT_ONCE):
-            tiles = ()
-            for one in tl.static_range(AT_ONCE):
-                place = (first + (start + one) * num_rows) * HEADS + head
-                real_one = (head * 0 + (start + one) < num_spans) & real
-                sums = tl.load(part + place[:, None] * DIM + lane, mask=real_one[:, None], other=0.0)
-                tiles = tiles + (sums,)  # type: ignore[assignment]  # noqa: RUF005
-            for one in tl.static_range(AT_ONCE):
-                place = (first + (start + one) * num_rows) * HEADS + head
-                real_one = (head * 0 + (start + one) < num_spans) & real
-                grow = tl.exp2(tl.load(part_top + place, mask=real_one, other=NEVER) - base)
-                total += tl.load(part_total + place, mask=real_one, other=0.0) * grow
-                acc += tiles[one] * grow[:, None]
-    else:
-        for start in range(0, num_spans, AT_ONCE):
-            some = start + tl.arange(0, AT_ONCE)[:, None]
-            place = (first + some * num_rows) * HEADS + head[None, :]
-            real_some = (some < num_spans) & real[None, :]
-            grow = tl.exp2(tl.load(part_top + place, mask=real_some, other=NEVER) - base[None, :])
-            total += tl.sum(tl.load(part_total + place, mask=real_some, other=0.0) * grow, 0)
-            sums = tl.load(part + place[:, :, None] * DIM + lane[None, None, :], mask=real_some[:, :, None], other=0.0)
-            acc += tl.sum(sums * grow[:, :, None], 0)
+    acc = _add_parts(acc, parts, part_top, first, num_rows, 0, num_spans, head, real, base, HEADS, AT_ONCE, QUANTIZED)
+    if MOST > AT_ONCE:
+        acc = _add_parts(
+            acc, later, part_top, first, num_rows, AT_ONCE, num_spans, head, real, base, HEADS, MOST - AT_ONCE, QUANTIZED
+        )  # fmt: skip
     if OWN > 0:
         top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, window, OWN, CAPPED, WINDOWED)
     total = tl.where(real, total, 1.0)
-    merged = acc / total[:, None]
+    merged = acc * (1.0 / total)[:, None]
     if QUANTIZED:
         _store_row(merged, quantized, scales, row, to, real, result.dtype.element_ty)
     else:
@@ -182,7 +212,7 @@ def join_own_kernel(
     top = tl.load(prompt_top + row * HEADS + head, mask=real, other=0.0)
     total = tl.full([BLOCK], 1.0, tl.float32)
     top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, 0, OWN, CAPPED, False)
-    joined = acc / total[:, None]
+    joined = acc * (1.0 / total)[:, None]
     if QUANTIZED:
         _store_row(joined, quantized, scales, row, to, real, result.dtype.element_ty)
     else:

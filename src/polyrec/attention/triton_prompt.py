@@ -86,10 +86,10 @@ class PromptReader:
             pages = layout.table.pages
             self._place, self._page, self._page_row = (work.count, pages), layout.table.page_size, pages.stride(0)
         part = (work.num_parts, needs.num_heads)
-        # One for all layers: they run one after another.
-        self._part = torch.empty((*part, needs.head_dim), dtype=torch.float32, device=device)
+        # One for all layers: they run one after another. Parts are rounded as results are: those that are merged are many, and
+        # reading them is most of what merging costs.
+        self._part = torch.empty((*part, needs.head_dim), dtype=needs.dtype, device=device)
         self._part_top = torch.empty(part, dtype=torch.float32, device=device)
-        self._part_total = torch.empty_like(self._part_top)
 
     @property
     def quantizes(self) -> bool:
@@ -110,14 +110,14 @@ class PromptReader:
         self._merge(query, result, own, into)
 
     def _read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
-        """Prompts that are not cut give rows of the result, others wait for `_merge`."""
+        """Where nothing may be cut, and of prompts' last tokens what is not, rows of the result; others wait for `_merge`."""
         needs, work, tensors = self.needs, self.work, self._tensors(query, own)
         num_programs = min(work.max_items, max(1, PROGRAMS // needs.num_kv_heads))
         kernels.prompt_kernel[(num_programs, needs.num_kv_heads)](
             query, *self._cache.layer(layer), result, work.items, work.count, *self._place,
-            self._part, self._part_top, self._part_total, *tensors,
+            self._part, self._part_top, *tensors,
             self._page_row, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
-            **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page,
+            **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CUT=work.max_spans > 1,
             num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
         )  # fmt: skip
 
@@ -126,17 +126,20 @@ class PromptReader:
         if work.max_spans == 1:
             assert into is None, "nothing is merged"
             return
-        # Block and most spans are the same for every batch: others would add in another order, and a row's last bits follow
-        # its neighbours. Small blocks make many programs, each one warp; a row's scale is known to who has all of it.
+        # A prefill's most spans are the same for every batch: others might add in another order, and a row's last bits follow
+        # its neighbours. Registers for spans that cannot be would keep programs from running at once. Small blocks make many
+        # programs, each one warp; a row's scale is known to who has all of it.
+        most = triton.next_power_of_2(work.max_spans) if self._width else MOST_ITEMS
         block, warps = min(2, triton.next_power_of_2(heads)), 1
         if into is not None:
-            block, warps = triton.next_power_of_2(heads), max(1, min(8, heads * needs.head_dim // 256))
+            block = triton.next_power_of_2(heads)
+            warps = max(1, min(8 if most > 8 else 4, heads * needs.head_dim // 256))
         quantized = into or QuantizedRows(result, result)
         key, value, *others = tensors = self._tensors(query, own)
         triton_merge.merge_kernel[(len(query), triton.cdiv(heads, block))](
-            query, key, value, self._part, self._part_top, self._part_total, work.requests, work.owner,
-            *others, result, *quantized, self._width, *own_strides(tensors), needs.sliding_window or 0,
-            *common(needs, query), **self._sizes(own), BLOCK=block, MOST=MOST_ITEMS, QUANTIZED=into is not None,
+            query, key, value, self._part, self._part_top, work.requests, work.owner,
+            *others, result, *quantized, self._width, work.max_spans, *own_strides(tensors), needs.sliding_window or 0,
+            *common(needs, query), **self._sizes(own), BLOCK=block, MOST=most, QUANTIZED=into is not None,
             num_warps=warps,
         )  # fmt: skip
 

@@ -40,8 +40,8 @@ REQUEST_SIZE: tl.constexpr = tl.constexpr(4)
 @dataclass(frozen=True)
 class Work:
     """items: int32 [max_items, 8], of which the first `count` int32 [1] are there: request, tile of query rows, the span's
-    first key, the one behind its last, row of its partial results (−1: it is not cut), query rows of the request, the first of
-    them, keys before the first of them.
+    first key, the one behind its last, row of its partial results (−1: it is not cut; of beams always there, behind the last
+    span's rows of all requests), query rows of the request, the first of them, keys before the first of them.
 
     requests: int32 [R, 4]: spans, first row of partial results, query rows, the first of them. owner: int32 [rows], the request
     of a query row, −1 for a row that belongs to none; empty where nothing is cut. max_spans: at least the most spans of a
@@ -177,7 +177,10 @@ def work_kernel(
         tl.store(at + TILE, tiles - 1 - number // spans, mask=real)
         tl.store(at + BEGIN, span * size, mask=real)
         tl.store(at + END, tl.minimum(span * size + size, keys), mask=real)
-        tl.store(at + OUT, tl.where(spans > 1, first_part + span * rows, -1), mask=real)
+        out = tl.where(spans > 1, first_part + span * rows, -1)
+        if BEAMS:  # where a span's rows lie follows from its number alone, and whoever merges need not look it up
+            out = first_row + span * num_rows
+        tl.store(at + OUT, out, mask=real)
         tl.store(at + ROWS_OF, rows + lane * 0, mask=real)
         tl.store(at + FIRST_ROW, first_row + lane * 0, mask=real)
         tl.store(at + BEFORE, before + lane * 0, mask=real)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from beam_bodies import beam_tests
 
 from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, CudaLikeBackend, CudaLikeGraph, NvidiaBackend
-from polyrec.hardware.backends.cuda_like.ops.linear import multiplies_fp8
+from polyrec.hardware.backends.cuda_like.ops.linear import is_tuned, multiplies_fp8
 from polyrec.hardware.backends.cuda_like.variants import MetaxBackend, RocmBackend
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops.check import check_op, map_arguments
@@ -385,3 +389,32 @@ def test_scaled_mm_runs_on_the_devices_own_products(backend, device):
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_mm" in names
     assert "aten::_to_copy" not in names
+
+
+NO_MEMSET = """
+import torch
+from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend
+
+backend = NvidiaBackend()
+backend.runtime.select(0)
+quantize = CUDA_LIKE_OPS.linear.quantize_fp8
+(q, q_scale), (weight, weight_scale) = (quantize(torch.randn(rows, 2048, device="cuda")) for rows in (2560, 12288))
+graph = backend.graph.capture(
+    lambda: CUDA_LIKE_OPS.linear.scaled_mm(q, q_scale, weight, weight_scale, None, torch.bfloat16)
+)
+with torch.profiler.profile(activities=backend.runtime.profiler_activities()) as profile:
+    graph.replay()
+    backend.runtime.synchronize()
+print(sorted({event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA}))
+"""
+
+
+def test_no_memset_stands_before_a_captured_scaled_mm(device):
+    """In a process of its own: torch reads once how much work space there is."""
+    if not is_tuned(device):
+        pytest.skip("only on Hopper is it asked for")
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLASLT_WORKSPACE_SIZE"}
+    run = subprocess.run([sys.executable, "-c", NO_MEMSET], capture_output=True, text=True, env=environment, check=True)
+    kernels = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert kernels
+    assert not [name for name in kernels if "memset" in name.lower()]

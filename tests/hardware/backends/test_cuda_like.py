@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from polyrec.hardware.backends.cuda_like import (
     NvidiaBackend,
 )
 from polyrec.hardware.backends.cuda_like.differences import METAX, NVIDIA, ROCM, build_of
+from polyrec.hardware.backends.cuda_like.ops import linear
 from polyrec.hardware.backends.cuda_like.ops.linear import multiplies_fp8
 from polyrec.hardware.ops import REFERENCE_OPS, op_groups
 from polyrec.hardware.ops.check import check_op, map_arguments
@@ -340,6 +342,18 @@ def test_ops_of_its_own_conform_on_the_host(field, spec, function):
 def test_scaled_mm_asks_the_device_whether_it_multiplies_fp8():
     assert not multiplies_fp8(torch.device("cpu"))
     assert CUDA_LIKE_OPS.linear.scaled_mm is not REFERENCE_OPS.linear.scaled_mm
+
+
+@pytest.mark.parametrize(
+    ("hopper", "before", "after"), [(True, None, "0"), (True, "4096", "4096"), (False, None, None)]
+)
+def test_products_ask_for_no_work_space_where_that_was_measured(monkeypatch, hopper, before, after):
+    monkeypatch.setattr(linear, "is_tuned", lambda device: hopper)
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", before or "")  # and what it was before comes back
+    if before is None:
+        monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE")
+    linear._ask_for_no_workspace.__wrapped__(torch.device("cpu"))
+    assert os.environ.get("CUBLASLT_WORKSPACE_SIZE") == after
 
 
 # --- backends

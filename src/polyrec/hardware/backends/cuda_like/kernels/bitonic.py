@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _axis(BIT: tl.constexpr, LOG: tl.constexpr, HELD: tl.constexpr):
-    """The axis of a cube [2] * LOG on which two values lie that are 2^BIT apart in a sequence."""
-    LANE: tl.constexpr = BIT < 5 or HELD == 0
-    AT: tl.constexpr = BIT if LANE else (BIT + LOG - HELD - 5 if BIT < 5 + HELD else BIT - HELD)
-    return LOG - 1 - AT
+@triton.constexpr_function
+def _axis(bit: int, log: int, held: int) -> int:
+    """The axis of a cube [2] * log on which two values lie that are 2^bit apart in a sequence."""
+    if bit < 5 or held == 0:
+        return log - 1 - bit
+    return log - 1 - (bit + log - held - 5 if bit < 5 + held else bit - held)
 
 
 @triton.jit

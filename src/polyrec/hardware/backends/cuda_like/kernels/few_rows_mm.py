@@ -17,16 +17,6 @@ from ..ops.few_rows import Tiling
 SUM_COLUMNS = 512
 
 
-@triton.jit
-def _scaled(total, q_scale, weight_scale, bias, row, column, rows, outputs):
-    """Sums fp32 [R, C] -> values: scaled by row and by channel, plus bias where there is one."""
-    total *= tl.load(q_scale + row, mask=row < rows, other=0.0)[:, None]
-    total *= tl.load(weight_scale + column, mask=column < outputs, other=0.0)[None, :]
-    if bias is not None:
-        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    return total
-
-
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def few_rows_scaled_mm_kernel(
     q, q_scale, weight, weight_scale, bias, out, rows, outputs, inputs, q_stride, blocks,
@@ -46,6 +36,11 @@ def few_rows_scaled_mm_kernel(
     left = q + (row.to(tl.int64) * q_stride)[:, None] + (begin + step)[None, :]
     right = weight + (column_read * inputs)[:, None] + (begin + step)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if not SPLIT:  # what the end needs is there by then; loaded there it would be one more trip to memory
+        by_row = tl.load(q_scale + row, mask=row < rows, other=0.0)[:, None]
+        by_column = tl.load(weight_scale + column, mask=column < outputs, other=0.0)[None, :]
+        if bias is not None:
+            offset = tl.load(bias + column, mask=column < outputs, other=0.0)[None, :]
     for block in range(blocks):
         if RAGGED:
             is_input = (begin + block * DEPTH + step < inputs)[None, :]
@@ -64,7 +59,9 @@ def few_rows_scaled_mm_kernel(
     if SPLIT:
         out += split.to(tl.int64) * rows * outputs
     else:
-        total = _scaled(total, q_scale, weight_scale, bias, row, column, rows, outputs)
+        total = total * by_row * by_column
+        if bias is not None:
+            total += offset.to(tl.float32)
     place = out + (row.to(tl.int64) * outputs)[:, None] + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
@@ -94,7 +91,8 @@ def load_parts(
 
 @triton.jit
 def sum_of_parts(loaded, BIAS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """-> the product's values, fp32 [R, COLUMNS]: parts added from the first to the last, then as `_scaled`."""
+    """-> the product's values, fp32 [R, COLUMNS]: parts added from the first to the last, scaled by row and by channel, plus
+    bias where there is one."""
     total = loaded[0]
     for split in tl.static_range(1, SPLITS):
         total += loaded[split]

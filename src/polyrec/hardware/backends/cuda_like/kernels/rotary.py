@@ -24,15 +24,25 @@ class Store(NamedTuple):
 
 
 @triton.jit
-def _rotated(x, weight, cos, sin, at, half, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of a token's heads, fp32 [heads, D / 2]."""
-    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+def _load(x, weight, at, half, inside, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of a token's heads [heads, D / 2], and with NORM those of the norm's weight [1, D / 2]."""
+    loaded = (tl.load(x + at, mask=inside, other=0.0), tl.load(x + at + HALF, mask=inside, other=0.0))
+    if NORM:
+        low = tl.load(weight + half, mask=half < HALF, other=0.0)[None, :]
+        high = tl.load(weight + HALF + half, mask=half < HALF, other=0.0)[None, :]
+        loaded = loaded + (low, high)  # type: ignore[assignment]  # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def _rotated(loaded, cos, sin, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """What `_load` gave -> both halves, normalised and rotated, fp32."""
+    first, second = loaded[0].to(tl.float32), loaded[1].to(tl.float32)
     if NORM:
         square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         inverse = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-        first *= inverse * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-        second *= inverse * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+        first *= inverse * loaded[2].to(tl.float32)
+        second *= inverse * loaded[3].to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -68,33 +78,38 @@ def _rotate(
     SIZE: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_TILE)
-    cosine = tl.load(cos + token * HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + token * HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-
     head = tl.arange(0, HEADS_TILE)
     at = (head * SIZE)[:, None] + half[None, :]
     inside = (head < HEADS)[:, None] & (half < HALF)[None, :]
-    first, second = _rotated(q + token * q_stride, q_weight, cosine, sine, at, half, inside, eps, HALF, NORM)
+    kv_head = tl.arange(0, KV_TILE)
+    kv_at = (kv_head * SIZE)[:, None] + half[None, :]
+    kv_inside = (kv_head < KV_HEADS)[:, None] & (half < HALF)[None, :]
+    # A program does little, so what it costs is trips to memory one after another: all loads are under way before the first
+    # store, which the compiler moves none across.
+    cosine = tl.load(cos + token * HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+    query = _load(q + token * q_stride, q_weight, at, half, inside, HALF, NORM)
+    key = _load(k + token * k_stride, k_weight, kv_at, half, kv_inside, HALF, NORM)
+    if STORE:
+        slot = tl.load(slots + token).to(tl.int64)
+        value = _load(v + token * v_stride, v, kv_at, half, kv_inside, HALF, False)
+
+    first, second = _rotated(query, cosine, sine, eps, HALF, NORM)
     place = q_out + token * (HEADS * SIZE) + at
     store(place, first, inside)
     store(place + HALF, second, inside)
 
-    head = tl.arange(0, KV_TILE)
-    at = (head * SIZE)[:, None] + half[None, :]
-    inside = (head < KV_HEADS)[:, None] & (half < HALF)[None, :]
-    first, second = _rotated(k + token * k_stride, k_weight, cosine, sine, at, half, inside, eps, HALF, NORM)
-    place = k_out + token * (KV_HEADS * SIZE) + at
-    store(place, first, inside)
-    store(place + HALF, second, inside)
+    first, second = _rotated(key, cosine, sine, eps, HALF, NORM)
+    place = k_out + token * (KV_HEADS * SIZE) + kv_at
+    store(place, first, kv_inside)
+    store(place + HALF, second, kv_inside)
     if STORE:
-        slot = tl.load(slots + token).to(tl.int64)
-        place = key_cache + slot * key_stride + at
-        store(place, first, inside)
-        store(place + HALF, second, inside)
-        value = v + token * v_stride + at
-        place = value_cache + slot * value_stride + at
-        store(place, tl.load(value, mask=inside, other=0.0).to(tl.float32), inside)
-        store(place + HALF, tl.load(value + HALF, mask=inside, other=0.0).to(tl.float32), inside)
+        place = key_cache + slot * key_stride + kv_at
+        store(place, first, kv_inside)
+        store(place + HALF, second, kv_inside)
+        place = value_cache + slot * value_stride + kv_at
+        store(place, value[0].to(tl.float32), kv_inside)
+        store(place + HALF, value[1].to(tl.float32), kv_inside)
 
 
 def rotate(
