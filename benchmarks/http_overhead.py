@@ -22,13 +22,14 @@ import argparse
 import json
 import multiprocessing
 import os
-import pickle
+import random
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -102,53 +103,68 @@ def bodies_of(items: int, n: int, num: int, seed: int) -> list[bytes]:
 
 
 def stages(folder: Path) -> list[dict[str, Any]]:
-    """Median µs of what a request costs apart from HTTP. send: both messages between a worker and the engine's process."""
+    """Median µs of what a request costs apart from HTTP, one stage after another, and cold: after each call other code ran for
+    some milliseconds, and 64 MB were written. send: both messages between a worker and the engine's process."""
     from polyrec.engine.folder import read_folder
     from polyrec.engine.front import EngineFacts, Front
     from polyrec.engine.searches import SearchResult
-    from polyrec.server.channel import Answers, Ask, Status
+    from polyrec.server.channel import Answers, Ask, packed, take_messages
     from polyrec.server.schema import RecommendBody, encode_answer, parse_body
 
     contents = read_folder(folder)
     front = Front.of_folder(contents, EngineFacts("level", 40_000, 30_000, contents.catalog.trie.num_leaves))
-    status = Status("ready", True, 7, dict.fromkeys(("requests", "batches", "prompt_tokens", "busy_seconds"), 1.0))
     rng = np.random.default_rng(0)
     rows = []
-    for items, n, _ in SHAPES:
-        bodies = bodies_of(items, n, 200, 1)
+    for items, n, cold in [(items, n, cold) for items, n, _ in (*SHAPES, LONE_SHAPES[-1]) for cold in (False, True)]:
+        bodies = bodies_of(items, n, 60 if cold else 200, 1)
         requests = [parse_body(RecommendBody, body).to_request(1024) for body in bodies]
         prepared = [front.prepare(request) for request in requests]
         found = [
             SearchResult(rng.choice(NUM_ITEMS, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies
         ]
-        answers = [front.finish(*both) for both in zip(prepared, found, strict=True)]
+        answers = [front.finish_as_cards(*both) for both in zip(prepared, found, strict=True)]
 
         def send(both: Any) -> None:
-            pickle.loads(pickle.dumps(Ask(1, both[0].search, 1.0), 5))
-            pickle.loads(pickle.dumps(Answers([(1, both[1])], status), 5))
+            for message in (Ask(1, both[0].search, 1.0), Answers([(1, both[1])], None)):
+                take_messages(bytearray(packed(message)), lambda message: None)
 
         both = [*zip(prepared, found, strict=True)]
         rows.append(
             {
                 "items": items,
                 "n": n,
-                "parse": median_us(lambda body: parse_body(RecommendBody, body).to_request(1024), bodies),
-                "prepare": median_us(front.prepare, requests),
-                "send": median_us(send, both),
-                "finish": median_us(lambda both: front.finish(*both), both),
-                "encode": median_us(lambda answer: encode_answer(answer, request_id="x", timing_ms=1.0), answers),
+                "cold": cold,
+                "parse": median_us(lambda body: parse_body(RecommendBody, body).to_request(1024), bodies, cold),
+                "prepare": median_us(front.prepare, requests, cold),
+                "send": median_us(send, both, cold),
+                "finish": median_us(lambda both: front.finish_as_cards(*both), both, cold),
+                "encode": median_us(lambda answer: encode_answer(answer, request_id="x", timing_ms=1.0), answers, cold),
             }
         )
     return rows
 
 
-def median_us(function: Callable[[Any], Any], values: Sequence[Any]) -> float:
+def median_us(function: Callable[[Any], Any], values: Sequence[Any], cold: bool) -> float:
     times = []
+    large = np.zeros(64 << 20, np.uint8)
     for value in values:
+        if cold:
+            disturb(large)
         begin = time.perf_counter()
         function(value)
         times.append(time.perf_counter() - begin)
     return round(1e6 * statistics.median(times), 1)
+
+
+def disturb(large: np.ndarray) -> None:
+    """What other work does to the caches of a core that waits."""
+    large[::64] += 1
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    end = time.perf_counter() + 0.003
+    while time.perf_counter() < end:
+        compile(source, "source", "exec")
+        json.dumps(sorted(random.sample(range(2000), 500)))
+    large[::64] += 1
 
 
 # The server with a stand-in for its engine.
