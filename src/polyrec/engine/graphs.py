@@ -161,12 +161,12 @@ class RecordedPrefill:
 
 @dataclass(frozen=True)
 class RecordedSearch:
-    """One recorded search, and what its attention is told before each replay. What it reads beside the batch's inputs: hidden
-    [R, D] and, if it filters, keys and allow."""
+    """One recorded search of so many requests, and what its attention is told before each replay. What it reads beside the
+    batch's inputs and the prefill's results: if it filters, keys and allow."""
 
     graph: CapturedGraph
+    requests: int
     host_plan: HostPlan | None
-    hidden: Tensor
     node_filter: NodeFilter | None
 
 
@@ -203,6 +203,9 @@ class GraphRunner:
             backend.runtime,
             searcher.head_weight.device,
         )
+        # What a prefill leaves for the search: each prompt's last hidden state [places, D], from one recording to the next.
+        weight = searcher.head_weight
+        self._hidden = torch.zeros((max(sizes.requests), weight.shape[1]), dtype=weight.dtype, device=weight.device)
         self.places = sizes.requests
         self.num_batches = 0
         self.num_replays = 0
@@ -215,10 +218,11 @@ class GraphRunner:
             return self._fallback.run(batch)
         prefill, search = self._prefill_for(batch), self._search_of(shape)
         self._inputs.fill(batch, tokens=prefill is not None)
-        self._fill_search(search, self._prefill(prefill, batch), batch)
+        self._prefill(prefill, batch)
+        self._fill_filter(search.node_filter, batch.node_filter)
         if search.host_plan is not None:  # now that the prefill is launched: the host works while the device does
             search.host_plan.renew(batch.prompt_lengths)
-        lengths = padded(batch.prompt_lengths, len(search.hidden))
+        lengths = padded(batch.prompt_lengths, search.requests)
         self._searcher.attention.refresh({"lengths": lengths})
         search.graph.update({"lengths": lengths})
         beams: Beams = search.graph.replay()
@@ -272,23 +276,24 @@ class GraphRunner:
         all_begun = cached is not None and self._may_be_begun(tokens) and bool((cached > 0).all())
         return self._prefill_of(PrefillShape(tokens, cached is not None, all_begun))
 
-    def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> Tensor:
-        """Hidden states [R, D]."""
+    def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> None:
+        """Fills `self._hidden`."""
         if prefill is None:
-            return self._searcher.prefill(make_prompts(batch, self._backend.runtime.to_device))
+            hidden = self._searcher.prefill(make_prompts(batch, self._backend.runtime.to_device))
+            self._hidden[: len(hidden)].copy_(hidden)
+            return
         if prefill.host_plan is not None:
             prefill.host_plan.renew(batch.lengths)
-        hidden: Tensor = prefill.graph.replay()
+        prefill.graph.replay()
         self.num_replays += 1
-        return hidden[: len(batch.lengths)]
 
-    def _fill_search(self, search: RecordedSearch, hidden: Tensor, batch: Batch) -> None:
-        search.hidden[: len(batch.lengths)].copy_(hidden)
-        node_filter, found, pin = search.node_filter, batch.node_filter, self._backend.runtime.pin
-        if node_filter is not None and found is not None:
-            node_filter.keys.fill_(NO_KEY)
-            node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
-            node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
+    def _fill_filter(self, node_filter: NodeFilter | None, found: NodeFilter | None) -> None:
+        if node_filter is None or found is None:
+            return
+        pin = self._backend.runtime.pin
+        node_filter.keys.fill_(NO_KEY)
+        node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
+        node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
 
     def _may_be_begun(self, tokens: int) -> bool:
         """Whether prefills of so many tokens are recorded for prompts that are all begun: a page of each is cached at least."""
@@ -315,22 +320,23 @@ class GraphRunner:
             host_plan.renew(torch.tensor([length]))
         table = dataclasses.replace(inputs.table, cached=inputs.table.cached if cached else None, all_begun=all_begun)
 
-        def run() -> Tensor:  # the layout is made anew: what it derives from lengths belongs to the recording
+        def run() -> None:  # the layout is made anew: what it derives from lengths belongs to the recording
             layout = PackedLayout(inputs.lengths, tokens, tokens, table=table, host_plan=host_plan)
-            return self._searcher.prefill(Prompts(inputs.token_ids[:tokens], layout), self._backend.graph.split)
+            prompts = Prompts(inputs.token_ids[:tokens], layout)
+            self._hidden.copy_(self._searcher.prefill(prompts, self._backend.graph.split))
 
         return RecordedPrefill(self._backend.graph.capture(run, self._memory_pool), host_plan)
 
     def _record_search(self, requests: int, width: int, filtered: bool) -> RecordedSearch:
-        weight, inputs = self._searcher.head_weight, self._inputs
+        device, inputs, hidden = self._hidden.device, self._inputs, self._hidden[:requests]
         inputs.clear()
         inputs.lengths.fill_(1)
         inputs.widths.fill_(width)
-        hidden = torch.zeros((requests, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        hidden.zero_()
         node_filter = None
         if filtered:
-            keys = torch.full((self._sizes.filter_keys,), NO_KEY, device=weight.device)
-            allow = torch.zeros(requests, dtype=torch.bool, device=weight.device)
+            keys = torch.full((self._sizes.filter_keys,), NO_KEY, device=device)
+            allow = torch.zeros(requests, dtype=torch.bool, device=device)
             node_filter = NodeFilter(keys, allow, self._searcher.num_nodes)
         longest = inputs.table.longest
         table = dataclasses.replace(inputs.table, pages=inputs.table.pages[:requests], cached=inputs.cached[:requests])
@@ -342,7 +348,7 @@ class GraphRunner:
             layout = PackedLayout(inputs.lengths[:requests], longest, longest, table=table, host_plan=host_plan)
             return self._searcher.search(SearchInputs(hidden, layout, inputs.widths[:requests], width, node_filter))
 
-        return RecordedSearch(self._backend.graph.capture(run, self._memory_pool), host_plan, hidden, node_filter)
+        return RecordedSearch(self._backend.graph.capture(run, self._memory_pool), requests, host_plan, node_filter)
 
 
 def first_from(number: int, rising: tuple[int, ...]) -> int | None:
