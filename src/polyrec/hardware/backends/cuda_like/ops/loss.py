@@ -13,7 +13,10 @@ from ....ops import loss as reference
 from ....ops.loss import LossOps
 from .launch import kernels, on_accelerator
 
-BLOCK_BYTES = 1 << 30  # of logits: enough rows for a product to run at full speed, at 180,000 classes 2,048 of them
+# Of logits: at 180,000 classes 4,096 rows. Each block reads the weight and adds to its gradient, so few are better: a step of
+# the 1.7B shape (16,384 tokens, H200) does 49,705 tokens/s in 38.2 GiB, with half as many rows 49,520 in 37.5, with twice as
+# many 49,124 in 39.5.
+BLOCK_BYTES = 2 << 30
 
 Gradients = tuple[Tensor | None, Tensor | None]
 
