@@ -17,6 +17,10 @@ STAGES_OF_WIDEST = 6  # the widest tile and one tile of rows: 9.6 us instead of 
 WARPS = 4  # one warpgroup
 WALK = 2048  # inputs that one program walks, or less, where few rows leave multiprocessors idle otherwise
 SPLIT_ROWS = 128  # up to which inputs are cut; beyond it, rows make programs enough
+# Up to so many rows two to three programs may share each multiprocessor, with fewer loads under way each: 13.3 us instead of
+# torch's 14.2 for 256 rows and 12,288 outputs, 13.1 instead of 14.4 for 192; for 512 rows torch is faster (H200).
+SHARING_ROWS = 256
+SHARING_STAGES = 3
 
 
 class Tiling(NamedTuple):
@@ -30,15 +34,21 @@ class Tiling(NamedTuple):
     stages: int
     warps: int
 
+    @property
+    def bytes_under_way(self) -> int:
+        """In shared memory, of rows and weight."""
+        return self.stages * (self.rows + self.columns) * self.depth
+
     def programs(self, rows: int, outputs: int) -> int:
         return -(-rows // self.rows) * -(-outputs // self.columns) * self.splits
 
 
 def takes(rows: int, outputs: int) -> bool:
     """Whether the kernel computes the product of that many rows with a weight [outputs, …], rather than torch: where the
-    widest tile's programs all run at once, inputs uncut. With the 1.7B model's weights it takes .4 to .9 of torch's time there
-    on an H200, and about the same or more beyond (`benchmarks/results/few_rows_mm.json`)."""
-    return Tiling(ROWS, COLUMNS[-1], 1, DEPTH, STAGES, WARPS).programs(rows, outputs) <= PROCESSORS
+    widest tile's programs all run at once, inputs uncut, or share multiprocessors evenly. With the 1.7B model's weights it
+    takes .4 to .95 of torch's time there on an H200, and about the same or more beyond (`benchmarks/results/few_rows_mm.json`).
+    """
+    return _widest(1, STAGES).programs(rows, outputs) <= PROCESSORS or _shares(rows, outputs)
 
 
 def splits_of(rows: int, inputs: int) -> int:
@@ -55,7 +65,18 @@ def splits_of(rows: int, inputs: int) -> int:
 def tiling(rows: int, outputs: int, inputs: int) -> Tiling:
     """Of the tiles whose programs all run at once, the one that reads least a program; else the widest."""
     splits = splits_of(rows, inputs)
-    widest = STAGES_OF_WIDEST if rows <= ROWS else STAGES
-    stages = [*[STAGES] * (len(COLUMNS) - 1), widest]
-    tiles = [Tiling(ROWS, columns, splits, DEPTH, each, WARPS) for columns, each in zip(COLUMNS, stages, strict=True)]
-    return next((tile for tile in tiles if tile.programs(rows, outputs) <= PROCESSORS), tiles[-1])
+    if _shares(rows, outputs):
+        return _widest(splits, SHARING_STAGES)
+    widest = _widest(splits, STAGES_OF_WIDEST if rows <= ROWS else STAGES)
+    tiles = [*(widest._replace(columns=columns, stages=STAGES) for columns in COLUMNS[:-1]), widest]
+    return next((tile for tile in tiles if tile.programs(rows, outputs) <= PROCESSORS), widest)
+
+
+def _widest(splits: int, stages: int) -> Tiling:
+    return Tiling(ROWS, COLUMNS[-1], splits, DEPTH, stages, WARPS)
+
+
+def _shares(rows: int, outputs: int) -> bool:
+    """Whether each multiprocessor gets two or three of the widest tile's programs."""
+    programs = _widest(1, SHARING_STAGES).programs(rows, outputs)
+    return rows <= SHARING_ROWS and 2 * PROCESSORS <= programs <= 3 * PROCESSORS
