@@ -142,7 +142,7 @@ def test_a_mapped_file_of_another_version_is_made_anew(tmp_path):
     catalog.save(path)
     Catalog.load(path, mapped_from=1)
     ours = mapped.read_bytes()
-    mapped.write_bytes(b"PLYRMAP2" + ours[8:])
+    mapped.write_bytes(b"PLYRMAP3" + ours[8:])
     assert Catalog.load(path, mapped_from=1).rows(list(catalog.item_ids)).tolist() == list(range(50))
     assert mapped.read_bytes() == ours
 

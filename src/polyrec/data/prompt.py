@@ -60,18 +60,24 @@ class PromptBuilder:
         dropped = num_dropped(len(codes), self.config)
         codes, depth = codes[dropped:], self.layout.depth
         if not self.config.basket_token:
-            ids = np.full(len(codes) * depth + 1, self.layout.begin, np.int64)
+            ids = self._begins(len(codes) * depth + 1)
             np.add(codes, self._level_starts, out=ids[:-1].reshape(len(codes), depth))
             return ids
         if baskets is None or (opens := basket_starts(baskets[dropped:])).all():  # a table
-            ids = np.full(len(codes) * (depth + 1) + 1, self.layout.begin, np.int64)
+            ids = self._begins(len(codes) * (depth + 1) + 1)
             np.add(codes, self._level_starts, out=ids[:-1].reshape(len(codes), depth + 1)[:, 1:])
             return ids
         # Each item takes S places, and one more where it opens a basket.
         end = np.cumsum(depth + opens)
-        ids = np.full(int(end[-1]) + 1, self.layout.begin, np.int64)
+        ids = self._begins(int(end[-1]) + 1)
         places = end[:, None] - depth + np.arange(depth)
         ids[places] = codes + self._level_starts
+        return ids
+
+    def _begins(self, num: int) -> np.ndarray:
+        """`<|sid_begin|>` in each place, int64 [num]; numpy.full takes three times as long."""
+        ids = np.empty(num, np.int64)
+        ids.fill(self.layout.begin)
         return ids
 
 

@@ -70,7 +70,7 @@ def item_list(value: object, where: str) -> list[str]:
 
 def _members(value: object, where: str) -> list[Any]:
     """The members of a list; a text would come apart into letters that the catalog does not know."""
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    if type(value) is not list and (isinstance(value, str | bytes) or not isinstance(value, Iterable)):
         raise RequestError(
             "list_expected", f"{where} is {value!r}, which is no list of items.", "Send a list: ['a', 'b']."
         )

@@ -147,7 +147,7 @@ class Catalog:
         arrays |= {f"ids.{name}": getattr(ids, name) for name in _STRINGS}
         arrays |= {f"names.{name}": getattr(names, name) for name in _STRINGS}
         arrays |= {f"cards.{name}": getattr(self.cards, name) for name in _CARDS}
-        return arrays | {"index.cells": self._index.cells, "index.facts": self._index.facts}
+        return arrays | {f"index.{name}": getattr(self._index, name) for name in _INDEX}
 
     @classmethod
     def _of_arrays(cls, arrays: dict[str, np.ndarray]) -> Catalog:
@@ -160,7 +160,7 @@ class Catalog:
             Strings(*(arrays[f"names.{name}"] for name in _STRINGS)),
             arrays["counts"],
             Trie(**{name: arrays[name] for name in _TRIE}),
-            StringIndex(ids, arrays["index.cells"], arrays["index.facts"]),
+            StringIndex(ids, *(arrays[f"index.{name}"] for name in _INDEX)),
         )
         catalog.__dict__["cards"] = Cards(*(arrays[f"cards.{name}"] for name in _CARDS))
         return catalog
@@ -175,6 +175,7 @@ _REMEDY = "Name a folder made by `polyrec prepare` or `polyrec train`."
 _TRIE = ("first_child", "code", "level_starts", "rows")
 _STRINGS = ("data", "offsets", "missing")
 _CARDS = ("data", "offsets")
+_INDEX = ("cells", "keys", "facts")
 
 
 def _read_parquet(path: Path) -> tuple[Any, np.ndarray, Any, np.ndarray]:

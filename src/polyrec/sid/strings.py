@@ -17,19 +17,17 @@ _ROWS_AT_A_TIME = 1 << 20  # joined texts have to stay below polars' 4 GiB a val
 # Up to so many texts are looked up, or fetched, one after another. Together is faster from fewer on when all is in the caches,
 # but after a few idle milliseconds nothing is there any more, and numpy's many functions come first. Estimates.
 _FEW_FOUND, _FEW_TAKEN = 50, 100
-_WIDEST = 256  # bytes of a text that is found together with others: all of them are laid out as wide as the longest
-_NARROW = 32  # bytes up to which all are laid out as wide as the longest of the catalog, which asks for no look at each
-_BACK = np.arange(-_WIDEST, 0, dtype=np.int16)
-_AT_ONCE = 4096  # texts looked up together; each takes the room of the longest of them
+_WIDEST = 256  # bytes of a text that is found together with others
+_NARROW = 32  # bytes up to which the longest text says how wide all are
+_AT_ONCE = 4096  # texts looked up together
 _BUILT_AT_ONCE = 1 << 14
 _BUCKET = 8  # cells
-_NUM_TAGS = (1 << 26) - 5  # a prime
-_SCATTER = (
-    2_654_435_761  # consecutive numbers would fill buckets side by side, and one that is full needs room in the next
-)
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
 _EMPTY = int(EMPTY)
 _ROW_BITS, _ROW = np.uint64(32), np.uint64(0xFFFFFFFF)
+_WORD = np.dtype("<u8")
 
 
 class Strings(Sequence["str | None"]):
@@ -110,11 +108,6 @@ class Strings(Sequence["str | None"]):
         """The bytes at `places` (any, where they lie outside)."""
         return self.data.take(places, mode="clip") if len(self.data) else np.zeros(places.shape, np.uint8)
 
-    def read_before(self, ends: np.ndarray, width: int) -> np.ndarray:
-        """The `width` bytes before each of `ends` int [K], uint8 [K, width]; others, where there are fewer."""
-        views = np.ndarray(len(self.data) - width + 1, np.dtype((np.void, width)), self.data, strides=(1,))
-        return views[np.maximum(ends - width, 0)].view(np.uint8).reshape(len(ends), width)
-
     def bytes_at(self, row: int) -> bytes:
         """Text `row` in UTF-8; empty where there is none."""
         return self._data[self._offsets[row] : self._offsets[row + 1]].tobytes()
@@ -123,28 +116,35 @@ class Strings(Sequence["str | None"]):
 class StringIndex:
     """Which row a text has: a table of cells in buckets of 8, one cache line each.
 
-    cells: uint64 [buckets + some, 8]; a cell holds a text's tag in its upper 32 bits and its row in the lower, or is EMPTY.
-    facts: uint64 [3], two primes, and the bytes of the longest text (0 where a text has a zero byte). A text's UTF-8, read as
-    one big-endian number, times _SCATTER, modulo the first prime is its bucket and modulo the second its tag. Its cell is the
-    first of its bucket or one of those after it, with no empty one between.
+    A text's number: its UTF-8 in words of 8 bytes, little-endian, zeros after the last; their sum, the first times the
+    multiplier, the second times its square and so on, modulo 2^64. Its number modulo a prime is its bucket.
+
+    cells: uint64 [buckets + some, 8]; a cell is a text's number XOR its row, or EMPTY. Who asks for that text so gets the row,
+    and of nearly all others something that is none. A text's cell is the first of its bucket or one of those after it, with no
+    empty one between. keys: uint64 [N, words], each text once more, so that one read compares it; all ones where it is longer.
+    No words where some text has a zero byte, and where there is no text. facts: uint64 [3], the prime, the multiplier, and the
+    bytes of the longest text.
     """
 
-    def __init__(self, texts: Strings, cells: np.ndarray, facts: np.ndarray) -> None:
-        self.cells, self.facts = cells, facts
+    def __init__(self, texts: Strings, cells: np.ndarray, keys: np.ndarray, facts: np.ndarray) -> None:
+        self.cells, self.keys, self.facts = cells, keys, facts
         self._texts = texts
         self._cells = cells.reshape(-1).data
-        self._divisors = facts[:2]
-        self._num_buckets, self._num_tags, self._longest = facts.tolist()
-        self._powers = _powers(self._divisors)
+        self._prime, self._num = facts[:1], np.array([len(texts)], np.uint64)
+        self._num_buckets, self._multiplier, self._longest = facts.tolist()
+        self._powers = _powers(self._multiplier, keys.shape[1])
+        self._width = keys.shape[1] * _WORD.itemsize
 
     @classmethod
-    def of(cls, texts: Strings, num_buckets: int | None = None) -> StringIndex:
-        """A bucket for three texts, or so many: for a few texts in a thousand there is no cell left in it then."""
+    def of(cls, texts: Strings, num_buckets: int | None = None, multiplier: int = _MULTIPLIER) -> StringIndex:
+        """Two buckets for five texts, or so many: for one text in a thousand there is no cell left in it then."""
         assert len(texts) < 1 << 32, "a row has 32 bits"
-        longest = 0 if not len(texts) or (texts.data == 0).any() else int(np.diff(texts.offsets).max())
-        facts = np.array([num_buckets or _next_prime(max(len(texts) // 3, 2)), _NUM_TAGS, longest], np.uint64)
-        buckets, tags = _remainders_of_all(texts, facts[:2])
-        order = buckets << _ROW_BITS
+        keys, numbers, longest = _keys_and_numbers(texts, multiplier)
+        full = numbers ^ np.arange(len(texts), dtype=np.uint64)
+        if (full == EMPTY).any():  # one catalog in 10^12
+            return cls.of(texts, num_buckets, multiplier + 2)
+        facts = np.array([num_buckets or _next_prime(max(len(texts) * 2 // 5, 2)), multiplier, longest], np.uint64)
+        order = numbers % facts[:1] << _ROW_BITS
         order |= np.arange(len(texts), dtype=np.uint64)
         order.sort()
         rows, buckets = order & _ROW, order >> _ROW_BITS
@@ -153,16 +153,18 @@ class StringIndex:
         places = np.maximum.accumulate(buckets.view(np.int64) * _BUCKET - number) + number
         last = int(places[-1]) // _BUCKET if len(places) else 0
         cells = np.full((max(int(facts[0]), last + 1) + 1, _BUCKET), EMPTY)  # one more, so that each chain ends
-        cells.reshape(-1)[places] = tags[rows.view(np.int64)] << _ROW_BITS | rows
-        return cls(texts, cells, facts)
+        cells.reshape(-1)[places] = full[rows.view(np.int64)]
+        return cls(texts, cells, keys, facts)
 
     def find(self, text: str) -> int | None:
         """The row of `text`, None when there is none."""
         key = text.encode("utf-8", "surrogatepass")  # a lone surrogate, which JSON can carry, is in no catalog
-        number = int.from_bytes(key, "big") * _SCATTER
-        place, tag = number % self._num_buckets * _BUCKET, number % self._num_tags
+        if len(key) > self._longest:
+            return None
+        number = _number(key, self._multiplier)
+        place, num = number % self._num_buckets * _BUCKET, len(self._texts)
         while (cell := self._cells[place]) != _EMPTY:
-            if cell >> 32 == tag and self._texts.bytes_at(row := cell & 0xFFFFFFFF) == key:
+            if (row := cell ^ number) < num and self._texts.bytes_at(row) == key:
                 return row
             place += 1
         return None
@@ -172,120 +174,88 @@ class StringIndex:
         if len(texts) > _AT_ONCE:
             parts = [self.find_all(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
             return np.concatenate(parts)
-        if len(texts) > _FEW_FOUND and (keys := self._keys(texts)) is not None:
-            rows, certain = self._find_together(keys, len(texts))
-            if certain is not None:
-                for place in (~certain).nonzero()[0].tolist():  # unknown, or not in its bucket
-                    row = self.find(texts[place])
-                    rows[place] = -1 if row is None else row
-            return rows
-        if len(texts) > _FEW_FOUND and 0 < len(fit := self._places_of_fitting(texts)) < len(texts):
-            rows = np.full(len(texts), -1, np.int64)
-            rows[fit] = self.find_all([texts[place] for place in fit])
-            return rows
+        if len(texts) <= _FEW_FOUND or not self._width:
+            return self._find_alone(texts)
+        if (keys := self._laid_out(texts)) is not None:
+            return self._find_together(keys, texts)
+        fit = np.array(
+            [len(text.encode("utf-8", "surrogatepass")) <= self._width and "\0" not in text for text in texts]
+        )
+        rows = np.empty(len(texts), np.int64)
+        for find, those in ((self.find_all, fit), (self._find_alone, ~fit)):
+            rows[those] = find([texts[place] for place in those.nonzero()[0].tolist()])
+        return rows
+
+    def _find_alone(self, texts: Sequence[str]) -> np.ndarray:
         found = (self.find(text) for text in texts)
         return np.array([-1 if row is None else row for row in found], np.int64)
 
-    def _places_of_fitting(self, texts: Sequence[str]) -> list[int]:
-        """Of texts that may be among the known ones, by their length and zeros."""
-        if not self._longest:
-            return []
-        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
-        return [place for place, text in enumerate(texts) if sizes[place] <= self._longest and "\0" not in text]
-
-    def _keys(self, texts: Sequence[str]) -> bytes | None:
-        """All texts in UTF-8, with zeros before each of them up to one width, a multiple of 4: that changes neither the number
-        that a text is nor which of two texts it equals. None where one is too long, or has zeros of its own."""
+    def _laid_out(self, texts: Sequence[str]) -> bytes | None:
+        """All texts as `keys` has them, one after another. None where one is too long, or has zeros of its own."""
         joined = "".join(texts)
-        if not self._longest or "\0" in joined:
+        if "\0" in joined:
             return None
-        encoded = None if joined.isascii() else [text.encode("utf-8", "surrogatepass") for text in texts]
-        width = _words(self._longest if self._longest <= _NARROW else max(map(len, encoded or texts))) * 4
-        if width > min(_widest(self._num_buckets), len(self._texts.data)):
-            return None
-        if encoded is None:
-            keys = "".join(map(str.rjust, texts, repeat(width), repeat("\0"))).encode()
+        if joined.isascii():
+            laid = "".join(map(str.ljust, texts, repeat(self._width), repeat("\0"))).encode()
         else:
-            keys = b"".join([text.rjust(width, b"\0") for text in encoded])
-        return keys if len(keys) == width * len(texts) else None
+            laid = b"".join([text.encode("utf-8", "surrogatepass").ljust(self._width, b"\0") for text in texts])
+        return laid if len(laid) == self._width * len(texts) else None
 
-    def _find_together(self, keys: bytes, num: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """keys: of `num` texts. Returns int64 [num], rows that may be theirs or -1, and bool [num], whether that is certain;
-        None: of all."""
-        # Few steps: half of what a few hundred texts cost is numpy's own, and more when nothing is in the caches.
-        words = np.frombuffer(keys, ">u4").reshape(num, -1)
-        remainders = _remainders(words, self._powers, self._divisors)
-        cells = self.cells.take(remainders[:, 0].view(np.int64), axis=0)
-        cells ^= remainders[:, 1:] << _ROW_BITS  # leaves the row alone where the tag is the same
-        hits = (cells <= _ROW).reshape(-1).nonzero()[0]
+    def _find_together(self, laid: bytes, texts: Sequence[str]) -> np.ndarray:
+        # Few steps: when nothing is in the caches, each of numpy's functions costs what 100 texts do, see benchmarks/README.md.
+        words = np.frombuffer(laid, _WORD).reshape(len(texts), -1)
+        numbers = words @ self._powers
+        cells = self.cells.take((numbers % self._prime).view(np.int64), axis=0)
+        cells ^= numbers[:, None]  # leaves the row where the cell is the text's
+        hits = (cells < self._num).reshape(-1).nonzero()[0]
         rows = cells.reshape(-1).take(hits).view(np.int64)
-        unknown = None
-        if len(hits) != num:
-            rows, known = np.zeros(num, np.int64), rows
-            rows[hits // _BUCKET] = known
-            # A bucket whose last cell is empty has all of its texts, and none of those has the tag.
-            unknown = (cells[:, -1] & _ROW) == _ROW
-            unknown[hits // _BUCKET] = False
-        ends = self._texts.offsets.take(rows + 1)
-        lengths = ends - self._texts.offsets.take(rows)
-        width = words.shape[1] * 4
-        theirs = self._texts.read_before(ends, width)
-        theirs *= _BACK[-width:] >= -lengths[:, None]
-        if theirs.tobytes() == keys and lengths.max() <= width <= ends.min():
-            return rows, None
-        ours = np.frombuffer(keys, np.uint8).reshape(num, width)
-        certain = (theirs == ours).all(axis=1) & (lengths <= width) & (ends >= width)
-        if unknown is not None:
-            rows[unknown] = -1
-            certain |= unknown
-        return rows, certain
+        if len(hits) == len(texts) and self.keys.take(rows, axis=0).tobytes() == laid:
+            return rows
+        found, rows = rows, np.zeros(len(texts), np.int64)
+        rows[hits // _BUCKET] = found
+        right = (self.keys.take(rows, axis=0) == words).all(axis=1)
+        # A bucket whose last cell is empty has all of its texts.
+        unknown = (cells[:, -1] ^ numbers) == EMPTY
+        unknown[hits // _BUCKET] = False
+        rows[unknown] = -1
+        for place in (~right & ~unknown).nonzero()[0].tolist():  # unknown, or not in its bucket
+            row = self.find(texts[place])
+            rows[place] = -1 if row is None else row
+        return rows
 
 
-def _words(length: int) -> int:
-    """Of 4 bytes, for so many bytes."""
-    return max(1, -(-length // 4))
+def _powers(multiplier: int, num: int) -> np.ndarray:
+    """uint64 [num], from the first on."""
+    return np.array([pow(multiplier, power, 1 << 64) for power in range(1, num + 1)], np.uint64)
 
 
-def _remainders(words: np.ndarray, powers: np.ndarray, divisors: np.ndarray) -> np.ndarray:
-    """Texts as numbers, big-endian uint32 [K, words], times _SCATTER, modulo each divisor: uint64 [K, 2]."""
-    remainders = words @ powers[-words.shape[1] :]
-    remainders %= divisors
-    return remainders
+def _number(key: bytes, multiplier: int) -> int:
+    """A text's number."""
+    number = 0
+    for begin in range((len(key) - 1) // 8 * 8, -1, -8):
+        number = (number + int.from_bytes(key[begin : begin + 8], "little")) * multiplier & _MASK
+    return number
 
 
-def _powers(divisors: np.ndarray) -> np.ndarray:
-    """The powers of 2^32 times _SCATTER, modulo each divisor, the highest first: uint64 [words of the widest text, 2]. The sum
-    of all words times theirs stays below 2^64, see `_widest`."""
-    moduli: list[int] = divisors.tolist()
-    numbers = range(_widest(moduli[0]) // 4 - 1, -1, -1)
-    return np.array(
-        [[_SCATTER * pow(2, 32 * number, modulus) % modulus for modulus in moduli] for number in numbers], np.uint64
-    )
-
-
-def _widest(num_buckets: int) -> int:
-    """Bytes of a text that can be found together with others."""
-    return min(_WIDEST, (1 << 32) // num_buckets * 4)
-
-
-def _remainders_of_all(texts: Strings, divisors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`_remainders` of all texts: two uint64 [N]."""
-    buckets, tags = np.empty(len(texts), np.uint64), np.empty(len(texts), np.uint64)
-    widest, powers = _widest(int(divisors[0])), _powers(divisors)
+def _keys_and_numbers(texts: Strings, multiplier: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """StringIndex's keys, uint64 [N], the texts' numbers, and the bytes of the longest."""
+    lengths = np.diff(texts.offsets)
+    longest = int(lengths.max()) if len(texts) else 0
+    # A few long ones would make all as wide, so they are left to the loop.
+    most = longest if longest <= _NARROW else int(np.partition(lengths, len(texts) * 99 // 100)[len(texts) * 99 // 100])
+    width = -(-min(max(most, 1), _WIDEST) // 8) * 8
+    keys, numbers = np.empty((len(texts), width // 8), np.uint64), np.empty(len(texts), np.uint64)
+    powers = _powers(multiplier, width // 8)
+    forth = np.arange(width)
     for begin in range(0, len(texts), _BUILT_AT_ONCE):
         part = slice(begin, begin + _BUILT_AT_ONCE)
-        ends = texts.offsets[1:][part].astype(np.int64)
-        lengths = ends - texts.offsets[:-1][part]
-        # A few long ones would make all as wide, so they are left to the loop.
-        limit = widest if 8 * int((lengths > _NARROW).sum()) > len(lengths) else min(_NARROW, widest)
-        back = np.arange(-_words(min(int(lengths.max()), limit)) * 4, 0)
-        bytes_ = texts.read(ends[:, None] + back) * (back >= -lengths[:, None])
-        remainders = _remainders(bytes_.view(">u4"), powers, divisors)
-        for place in (lengths > limit).nonzero()[0].tolist():
-            number = int.from_bytes(texts.bytes_at(begin + place), "big") * _SCATTER
-            remainders[place] = [number % divisor for divisor in divisors.tolist()]
-        buckets[part], tags[part] = remainders.T
-    return buckets, tags
+        places = texts.offsets[:-1][part, None].astype(np.int64) + forth
+        bytes_ = texts.read(places) * (forth < lengths[part, None])
+        keys[part] = bytes_.view(_WORD)
+        numbers[part] = keys[part] @ powers
+    for row in (lengths > width).nonzero()[0].tolist():
+        keys[row], numbers[row] = EMPTY, _number(texts.bytes_at(row), multiplier)
+    return (keys[:, :0] if not len(texts) or (texts.data == 0).any() else keys), numbers, longest
 
 
 def text_series(texts: Iterable[str | None]) -> pl.Series:
