@@ -109,7 +109,7 @@ def stages(folder: Path) -> list[dict[str, Any]]:
     from polyrec.engine.front import EngineFacts, Front
     from polyrec.engine.searches import SearchResult
     from polyrec.server.channel import Answers, Ask, packed, take_messages
-    from polyrec.server.schema import RecommendBody, encode_answer, parse_body
+    from polyrec.server.schema import encode_answer, parse_recommend
 
     contents = read_folder(folder)
     front = Front.of_folder(contents, EngineFacts("level", 40_000, 30_000, contents.catalog.trie.num_leaves))
@@ -117,7 +117,7 @@ def stages(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for items, n, cold in [(items, n, cold) for items, n, _ in (*SHAPES, LONE_SHAPES[-1]) for cold in (False, True)]:
         bodies = bodies_of(items, n, 60 if cold else 200, 1)
-        requests = [parse_body(RecommendBody, body).to_request(1024) for body in bodies]
+        requests = [parse_recommend(body, 1024) for body in bodies]
         prepared = [front.prepare(request) for request in requests]
         found = [
             SearchResult(rng.choice(NUM_ITEMS, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies
@@ -134,7 +134,7 @@ def stages(folder: Path) -> list[dict[str, Any]]:
                 "items": items,
                 "n": n,
                 "cold": cold,
-                "parse": median_us(lambda body: parse_body(RecommendBody, body).to_request(1024), bodies, cold),
+                "parse": median_us(lambda body: parse_recommend(body, 1024), bodies, cold),
                 "prepare": median_us(front.prepare, requests, cold),
                 "send": median_us(send, both, cold),
                 "finish": median_us(lambda both: front.finish_as_cards(*both), both, cold),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyrec.core.errors import RequestError
 from polyrec.core.request import CardAnswer, Recommendation, RecommendedItem
-from polyrec.server.schema import RecommendAnswer, encode_answer
+from polyrec.server.schema import (
+    RecommendAnswer,
+    RecommendBody,
+    _plain_request,
+    encode_answer,
+    parse_body,
+    parse_recommend,
+)
 from polyrec.sid.cards import written_cards
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
@@ -70,3 +79,91 @@ def test_a_score_that_is_no_number_is_not_answered(score):
 def test_each_item_has_a_score():
     with pytest.raises(AssertionError, match="each item"):
         encode_answer(CardAnswer([b"", b""], [0.5], "level"), request_id="r", timing_ms=1.0)
+
+
+def outcome(parse, body):
+    """What comes of it: a request, or all that a client is told."""
+    try:
+        asked = parse(body)
+        return dataclasses.replace(asked, exclude=[*asked.exclude])
+    except RequestError as error:
+        return error.code, error.message, error.remedy, error.status
+
+
+def by_the_model(body):
+    return parse_body(RecommendBody, body).to_request(512)
+
+
+VALUES = st.sampled_from(
+    [
+        "1",
+        "0",
+        "-0",
+        "-1",
+        "600",
+        "10.0",
+        "1e1",
+        "true",
+        "null",
+        '"1"',
+        "9223372036854775808",
+        "1" * 30,
+        "NaN",
+        "[]",
+        "{}",
+    ]
+)
+ENTRIES = st.sampled_from(
+    [
+        '"a"',
+        '"é"',
+        '"\\u0041"',
+        '"\\u0000"',
+        '"\\ud800"',
+        '"\\ud83d\\ude00"',
+        '""',
+        f'"{"x" * 513}"',
+        "1",
+        "null",
+        '["a", "b"]',
+        "[]",
+    ]
+)
+HISTORIES = st.lists(ENTRIES, max_size=4).map(lambda entries: "[" + ", ".join(entries) + "]") | VALUES
+KEYS = st.sampled_from(["n", "n", "beam_width", "exclude_seen", "exclude", "allow", "unknown", "cold", "N", "history"])
+MEMBERS = st.lists(st.tuples(KEYS, VALUES | st.just('["a"]') | st.just('"error"')), max_size=3)
+
+
+@given(
+    histories=st.lists(HISTORIES, max_size=2), members=MEMBERS, tail=st.sampled_from(["", "", "", " ", ",", "x", "\0"])
+)
+def test_the_short_way_says_what_the_model_says(histories, members, tail):
+    """Also of keys that come twice."""
+    told = [*(("history", history) for history in histories), *members]
+    body = ("{" + ", ".join(f'"{key}": {value}' for key, value in told) + "}" + tail).encode()
+    assert outcome(lambda body: parse_recommend(body, 512), body) == outcome(by_the_model, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"history"',
+        b"\xef\xbb\xbf" + b'{"history": ["a"]}',
+        b'{"history": ["\xff"]}',
+        b'{"history": ["a\n"]}',
+        b'{"history": ["a",]}',
+        b'{"history": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"history": [' + b'"a", ' * 10_000 + b'"a"]}',
+        '{"history": ["a"]}'.encode("utf-16"),
+    ],
+)
+def test_odd_bodies_are_the_models_to_judge(body):
+    assert outcome(lambda body: parse_recommend(body, 512), body) == outcome(by_the_model, body)
+
+
+def test_usual_bodies_go_the_short_way():
+    for rest in ({}, {"n": 5}, {"n": 5, "beam_width": 9}, {"exclude_seen": True}):
+        assert _plain_request(json.dumps({"history": ["a", "b"]} | rest).encode()) is not None

@@ -22,7 +22,7 @@ from .context import RequestContext
 from .faults import FaultHandlers, add_fault_handlers, retry_after
 from .metrics import ServerMetrics
 from .profile import add_profile_routes
-from .schema import Body, ErrorAnswer, RecommendAnswer, RecommendBody, encode_answer, parse_body
+from .schema import Body, ErrorAnswer, RecommendAnswer, RecommendBody, encode_answer, parse_body, parse_recommend
 from .settings import ServerSettings
 from .state import ENGINE_STOPPED, ServerState, Service
 from .waiting import Deadline, read_body, wait_answer
@@ -86,7 +86,7 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         deadline = Deadline(settings.timeout)
         service = _ready_service(state)
         content = await read_body(request, settings.max_body_bytes, deadline)
-        asked = parse_body(RecommendBody, content).to_request(settings.max_beam_width)
+        asked = parse_recommend(content, settings.max_beam_width)
         prepared = await _aside(len(content), service.front.prepare, asked)
         answer = await _answer(service, prepared, request, deadline, service.front.finish_as_cards)
         timing_ms = round(deadline.elapsed * 1000, 3)

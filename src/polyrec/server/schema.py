@@ -192,6 +192,35 @@ def parse_body(cls: type[B], body: bytes) -> B:
         raise _refusal(cls, error) from error
 
 
+def parse_recommend(body: bytes, max_beam_width: int) -> RecommendRequest:
+    """`parse_body` of RecommendBody, then its `to_request`: what is plain in half the time."""
+    if (plain := _plain_request(body)) is None:
+        return parse_body(RecommendBody, body).to_request(max_beam_width)
+    checked_width(plain.n, plain.beam_width, max_beam_width)
+    return plain
+
+
+_PLAIN_KEYS = frozenset(("history", "n", "beam_width", "exclude_seen"))
+
+
+def _plain_request(body: bytes) -> RecommendRequest | None:
+    """What RecommendBody would make of a usual body. None: that is for the model to say, and what is wrong with it."""
+    try:
+        given = orjson.loads(body)
+    except ValueError:
+        return None
+    if not (
+        type(given) is dict
+        and given.keys() <= _PLAIN_KEYS
+        and _is_plain(given.get("history"))
+        and type(given.get("n", 10)) is int
+        and type(given.get("beam_width", 10)) is int
+        and type(given.get("exclude_seen", False)) is bool
+    ):
+        return None
+    return RecommendRequest(**given)
+
+
 def checked_width(n: int, beam_width: int | None, max_beam_width: int) -> None:
     """n within 1…max_beam_width, beam_width within n…max_beam_width."""
     if not 1 <= n <= max_beam_width:
