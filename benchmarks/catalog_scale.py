@@ -3,7 +3,7 @@
 Each figure is of a fresh process, so that memory is what a server would hold. The Parquet file and its mapped companion are
 made in --work and left there.
 
-    python benchmarks/catalog_scale.py                       # 1.5 and 20 million items; 5 minutes, 4 GB of disk
+    python benchmarks/catalog_scale.py                       # 1.5 and 20 million items; 5 minutes, 5 GB of disk
     python benchmarks/catalog_scale.py --items 1500000       # half a minute
 """
 
