@@ -17,7 +17,6 @@ import pytest
 import torch
 from conversions import converted
 
-from polyrec.attention import triton as ours
 from polyrec.attention.triton import PackedPlan, TritonAttention, TritonSearch
 from polyrec.attention.triton_prompt import join_own
 from polyrec.attention.triton_work import ITEMS_OF_SEARCH, MOST_ITEMS, list_work
@@ -245,113 +244,6 @@ def test_soft_cap(backend):
     check_prefill(backend, draw(backend, FEW, soft_cap=1.5))
 
 
-class TestCut:
-    """Sequences of which nothing is cached, cut into spans; those of at most `WHOLE` tokens are not."""
-
-    @pytest.fixture(params=[3])
-    def whole(self, request, monkeypatch):
-        """Shorter ones are cut, into another number of spans too."""
-        monkeypatch.setattr(ours, "WHOLE", 70)
-        monkeypatch.setattr(ours, "SPANS", request.param)
-
-    @pytest.fixture
-    def merges(self, monkeypatch):
-        """One entry for each launch that merges parts of packed sequences."""
-        calls, merge = [], ours.merge_parts
-        monkeypatch.setattr(ours, "merge_parts", lambda *given, **more: calls.append(1) or merge(*given, **more))
-        return calls
-
-    def alone(self, case):
-        """The same for a batch of which nothing is cached, as the engine tells it."""
-        table = dataclasses.replace(case.layout.table, cached=None)
-        return case._replace(layout=dataclasses.replace(case.layout, table=table))
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_of_the_lengths_that_are_cut_at_all(self, backend, merges, dtype):
-        check_prefill(backend, self.alone(draw(backend, [(0, 513), (0, 30)], (1, 1), dtype=dtype)))
-        assert len(merges) == LAYERS
-
-    @pytest.mark.parametrize("lengths", [(512,), (130, 300)])
-    def test_shorter_ones_need_no_launch(self, backend, merges, lengths):
-        case = self.alone(draw(backend, [(0, length) for length in lengths], (1, 1), quantized=True))
-        plan = TritonAttention(case.needs, backend.ops).packed(case.layout, case.cache)
-        assert isinstance(plan.run(0, *packed_rows(case, 0, backend.runtime.to_device)), torch.Tensor)
-        assert not merges
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(
-        ("whole", "heads", "window", "soft_cap"),
-        [(2, (2, 2), None, None), (3, (2, 1), 75, None), (2, (2, 1), 150, None), (3, (4, 1), None, 1.5)],
-        indirect=["whole"],
-    )
-    @pytest.mark.usefixtures("whole")
-    def test_against_float64(self, backend, merges, heads, window, soft_cap, dtype):
-        lengths = np.random.default_rng(window or heads).integers(1, 200, 2).tolist()
-        shapes = [(0, length) for length in (*lengths, 0, 71, 70)]
-        check_prefill(backend, self.alone(draw(backend, shapes, heads, window=window, soft_cap=soft_cap, dtype=dtype)))
-        assert len(merges) == LAYERS
-
-    @pytest.mark.usefixtures("whole")
-    def test_windows_of_fewer_tokens_leave_them_whole(self, backend, merges):
-        check_prefill(backend, self.alone(draw(backend, [(0, 150)], (1, 1), window=70)))
-        assert not merges
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
-    @pytest.mark.usefixtures("whole")
-    def test_quantised(self, backend, heads, dtype):
-        shapes = [(0, 150), (0, 30), (0, 71)]
-        plain, found = (
-            prefill(backend, self.alone(draw(backend, shapes, heads, dtype=dtype, quantized=given)))
-            for given in (False, True)
-        )
-        for of_layer, rows in zip(found, plain, strict=True):
-            check_quantized(of_layer, torch.cat(rows))
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.usefixtures("whole")
-    def test_beside_prompts_that_are_begun(self, backend, dtype):
-        """Bit for bit what they get alone; then quantised, after parts of both kinds are merged."""
-        shapes = [(0, 150), (200, 9), (0, 30), (48, 70)]
-        case = draw(backend, shapes, (2, 1), dtype=dtype)
-        together = prefill(backend, case)
-        alone = prefill(
-            backend,
-            self.alone(
-                case._replace(
-                    rows=[[requests[i] for i in (0, 2)] for requests in case.rows],
-                    layout=PackedLayout(
-                        case.layout.lengths[[0, 2]],
-                        150,
-                        180 + SPARE,
-                        table=dataclasses.replace(case.layout.table, pages=case.layout.table.pages[[0, 2]]),
-                    ),
-                )
-            ),
-        )
-        for layer in range(LAYERS):
-            for found, number in zip(alone[layer], (0, 2), strict=True):
-                torch.testing.assert_close(found, together[layer][number], rtol=0, atol=0)
-        quantised = prefill(backend, draw(backend, shapes, (2, 1), dtype=dtype, quantized=True))
-        for of_layer, rows in zip(quantised, together, strict=True):
-            check_quantized(of_layer, torch.cat(rows))
-
-    @pytest.mark.usefixtures("whole")
-    def test_room_for_more_changes_nothing(self, backend):
-        case = self.alone(draw(backend, [(0, 150), (0, 30)], (2, 1)))
-        lengths, table = case.layout.lengths, case.layout.table
-        more = lambda tensor: torch.cat([tensor, tensor.new_zeros(3, *tensor.shape[1:])])  # noqa: E731
-        layout = PackedLayout(
-            more(lengths), 170, case.layout.num_tokens, table=dataclasses.replace(table, pages=more(table.pages))
-        )
-        rows = [[*requests, *[tuple(part[:0] for part in requests[0])] * 3] for requests in case.rows]
-        for again, expected in zip(
-            prefill(backend, case._replace(layout=layout, rows=rows)), prefill(backend, case), strict=True
-        ):
-            for found, out in zip(again, expected, strict=False):
-                torch.testing.assert_close(found, out, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_a_cache_of_fewer_bits(backend, cache_dtype):
     for shapes in (FEW, MIXED):
@@ -545,21 +437,6 @@ def test_pages_change_nothing(backend, widths):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def check_cut(items, spans, size, tile, keys, first_part):
-    """Items of a sequence that reads itself: each tile has the spans that begin before its end, of whole tiles."""
-    if not items:
-        return
-    found = sorted((item[1], *item[2:5]) for item in items)
-    assert found == [
-        (number, begin, min(begin + size, keys), first_part + begin // size * keys if spans > 1 else -1)
-        for number in range(-(-keys // tile))
-        for begin in range(0, min((number + 1) * tile, keys), size)
-    ]
-    assert spans == -(-keys // size)
-    assert spans == 1 or size % tile == 0
-    assert [item[5:] for item in items] == [[keys, items[0][6], 0]] * len(items)
-
-
 def test_the_list_of_work(backend):
     """Every query row of a request meets every key of its prompt once, and partial results do not overlap."""
     rng = np.random.default_rng(3)
@@ -573,26 +450,19 @@ def test_the_list_of_work(backend):
         rows = np.full(places, width) if width else new
         group, tile = int(rng.choice([1, 2, 3])), int(rng.choice([16, 64, 128]))
         least = int(rng.choice([64, 128, 0 if width == 0 else 64]))
-        if not width and number % 3 == 0:
-            least, group, tile = 0, 1, int(rng.choice([64, 128]))
-        most, whole = (int(rng.integers(1, 5)), int(rng.choice([0, 70, 200]))) if not least and group == 1 else (1, 0)
         num_rows, longest = int(rows.sum()) + SPARE * (width == 0), int(keys.max()) + 5
-        if tile < 64 or longest <= whole:
-            most = 1
         work = list_work(
             move(torch.from_numpy(keys if width else new)), num_rows, tile=tile, group=group, width=width,
             cached=None if width else move(torch.from_numpy(cached * (new > 0))), longest=longest, least=least,
-            spans=most, whole=whole,
         )  # fmt: skip
         items = host(work.items)[: int(host(work.count))].tolist()
         assert len(items) <= work.max_items
         first = np.cumsum(rows) - rows
         owner = [request for request in range(places) for _ in range(rows[request])]
-        assert host(work.owner).tolist() == (owner + [-1] * (num_rows - len(owner)) if least or most > 1 else [])
+        assert host(work.owner).tolist() == (owner + [-1] * (num_rows - len(owner)) if least else [])
         parts = np.zeros(work.num_parts, int)
-        for request, (spans, first_part, count, row, size, before) in enumerate(host(work.requests).tolist()):
+        for request, (spans, first_part, count, row) in enumerate(host(work.requests).tolist()):
             assert (count, row) == (rows[request], first[request])
-            assert before == keys[request] - (0 if width else count)
             assert spans <= max(work.max_spans, 1)
             if spans > 1:
                 of_spans = [first_part + span * count for span in range(spans)]
@@ -604,10 +474,6 @@ def test_the_list_of_work(backend):
             mine = [item for item in items if item[0] == request]
             taken = width or (keys[request] and (cached[request] > 0) == (least > 0))
             tiles = -(-rows[request] * group // tile) if taken else 0
-            if most > 1:
-                assert (spans > 1) == (tiles > 1 and keys[request] > whole)
-                check_cut(mine, spans, size, tile, keys[request], first_part)
-                continue
             assert len(mine) == tiles * spans
             if mine and spans > 1:
                 assert width or cached[request]

@@ -26,24 +26,10 @@ from ..hardware.ops import PlatformOps
 from ..hardware.ops.linear import QuantizedRows
 from . import triton_kernels as kernels
 from .sdpa import SdpaAttention
-from .triton_prompt import (
-    KEYS,
-    BeamReader,
-    OwnTokens,
-    Parts,
-    PromptReader,
-    merge_parts,
-    quantizes,
-    room_for_parts,
-    room_for_quantized,
-)
+from .triton_prompt import KEYS, BeamReader, OwnTokens, PromptReader, room_for_quantized
 from .triton_work import Work, list_work
 
 PROGRAMS = 264  # two on each multiprocessor of an H200
-# Where all tiles run at once, a sequence's last one, which sees all of its keys, takes twice the average. So sequences of more
-# than WHOLE tokens are cut: in 1,001 tokens no program then reads more than 8 blocks of keys, which is what fills the device.
-WHOLE = 512
-SPANS = 2
 
 
 class TritonAttention(AttentionBackend):
@@ -97,31 +83,22 @@ class PackedPlan(AttentionPlan):
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         tokens, heads, dim = query.shape
         result = torch.empty((tokens, heads * dim), dtype=query.dtype, device=query.device)
-        into = room_for_quantized(query) if self._quantizes else None
         if self._work is not None:
             self._attend_packed(self._work, query, key, value, result)
-            if self._parts is not None:
-                last = into if self._reader is None else None
-                merge_parts(self._needs, self._work, self._parts, query, result, last)
-        if self._reader is not None:
-            self._reader.attend(layer, query, result, into=into)
+        if self._reader is None:
+            return result
+        into = room_for_quantized(query) if self._reader.quantizes else None
+        self._reader.attend(layer, query, result, into=into)
         return result if into is None else into
-
-    @property
-    def _quantizes(self) -> bool:
-        """Whether the last of what runs can quantise: the kernel that merges parts, if one does."""
-        if self._reader is not None:
-            return self._reader.quantizes
-        return self._parts is not None and quantizes(self._needs)
 
     def _attend_packed(self, work: Work, query: Tensor, key: Tensor, value: Tensor, result: Tensor) -> None:
         needs, (_, heads, dim) = self._needs, query.shape
-        tile, parts = self._packed_tile, self._parts
+        tile = self._packed_tile
         kernels.packed_kernel[(heads, work.max_items)](
-            query, key, value, result, work.items, work.count, *(parts or (result, result)), dim**-0.5, needs.soft_cap or 1.0,
+            query, key, value, result, work.items, work.count, dim**-0.5, needs.soft_cap or 1.0,
             needs.sliding_window or 0, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=tile.rows, KEYS=KEYS,
-            CUT=parts is not None, CAPPED=needs.soft_cap is not None, WINDOWED=needs.sliding_window is not None,
+            CAPPED=needs.soft_cap is not None, WINDOWED=needs.sliding_window is not None,
             num_warps=tile.warps, num_stages=tile.stages if query.element_size() == 2 else 1,
         )  # fmt: skip
 
@@ -135,23 +112,12 @@ class PackedPlan(AttentionPlan):
         layout = self._layout
         if self._reader is not None and layout.table is not None and layout.table.all_begun:
             return None
-        tile, window = self._packed_tile, self._needs.sliding_window
         return list_work(
             layout.lengths,
             layout.num_tokens,
-            tile=tile.rows,
+            tile=self._packed_tile.rows,
             cached=layout.cached,
-            longest=layout.longest if window is None else min(layout.longest, window),
-            spans=tile.spans,
-            whole=WHOLE,
         )
-
-    @cached_property
-    def _parts(self) -> Parts | None:
-        """Of sequences that are cut; None where none can be."""
-        if self._work is None or self._work.max_spans == 1:
-            return None
-        return room_for_parts(self._needs, self._work, self._layout.lengths.device)
 
     @property
     def _packed_tile(self) -> PackedTile:
@@ -165,12 +131,11 @@ class PackedPlan(AttentionPlan):
 
 
 class PackedTile(NamedTuple):
-    """Queries of one program of the packed kernel, its warps and stages; spans of a sequence that is cut."""
+    """Queries of one program of the packed kernel, its warps and stages."""
 
     rows: int
     warps: int
     stages: int
-    spans: int = 1
 
 
 def packed_tile(num_tokens: int, heads: int, head_dim: int) -> PackedTile:
@@ -180,7 +145,7 @@ def packed_tile(num_tokens: int, heads: int, head_dim: int) -> PackedTile:
     if head_dim > 128:
         return PackedTile(64, 8, 3)
     if num_tokens * heads <= 64 * PROGRAMS:
-        return PackedTile(64, 4, 2, SPANS)
+        return PackedTile(64, 4, 2)
     return PackedTile(128, 8, 3)
 
 

@@ -73,20 +73,16 @@ def attend_own(
 
 @triton.jit
 def packed_kernel(
-    query, key, value, result, items, count, part, part_top, scale, soft_cap, window,
+    query, key, value, result, items, count, scale, soft_cap, window,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CUT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (head, item): a tile of ROWS queries of a packed sequence attends causally to the sequence, or with CUT to a
-    span of it. What is cut goes to part and part_top, as of `prompt_kernel`."""
+    """Programs (head, item): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
     if tl.program_id(1) >= tl.load(count):
         return
     at = items + tl.program_id(1) * ITEM_SIZE
     block = tl.load(at + TILE)
-    begin = tl.load(at + BEGIN)
-    end = tl.minimum(tl.load(at + END), (block + 1) * ROWS)
-    out = tl.load(at + OUT)
     length = tl.load(at + ROWS_OF)
     first = tl.load(at + FIRST_ROW).to(tl.int64)
     head = tl.program_id(0)
@@ -98,18 +94,20 @@ def packed_kernel(
     top = tl.full([ROWS], NEVER, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
+    begin = 0
     if WINDOWED:
-        begin = tl.maximum(begin, tl.maximum(block * ROWS - window + 1, 0) // KEYS * KEYS)
+        begin = tl.maximum(block * ROWS - window + 1, 0) // KEYS * KEYS
     key += (head // GROUP) * k_head
     value += (head // GROUP) * v_head
+    end = tl.minimum((block + 1) * ROWS, length)
+    whole = block * ROWS // KEYS * KEYS  # below it every key of a block is before every query
     if not WINDOWED:
-        whole = tl.minimum(block * ROWS, end) // KEYS * KEYS  # below it every key of a block is before every query
         for start in range(begin, whole, KEYS):
             place = first + start + tl.arange(0, KEYS)
             k = tl.load(key + place[None, :] * k_row + lane[:, None])
             v = tl.load(value + place[:, None] * v_row + lane[None, :])
             top, total, acc = _attend(q, k, v, True, top, total, acc, scale, soft_cap, False, CAPPED)
-        begin = tl.maximum(begin, whole)
+        begin = whole
     for start in range(begin, end, KEYS):
         number = start + tl.arange(0, KEYS)
         there = number < length
@@ -121,13 +119,8 @@ def packed_kernel(
             seen &= row[:, None] - number[None, :] < window
         top, total, acc = _attend(q, k, v, seen, top, total, acc, scale, soft_cap, True, CAPPED)
     acc *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    if CUT:
-        cut = out >= 0
-        token = tl.where(cut, out, first) + row
-        tl.store(part_top + token * HEADS + head, top + tl.log2(total), mask=row < tl.where(cut, length, 0))
-        result = tl.where(cut, part, result)
-    to = (token[:, None] * HEADS + head) * DIM + lane
-    tl.store(result + to, acc.to(result.dtype.element_ty), mask=inside[:, None])
+    out = result + (token[:, None] * HEADS + head) * DIM + lane
+    tl.store(out, acc.to(result.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit

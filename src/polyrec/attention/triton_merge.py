@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..hardware.backends.cuda_like.kernels.e4m3 import scale_of, to_e4m3
 from .triton_kernels import NEVER, attend_own
-from .triton_work import FIRST_PART, KEYS_BEFORE, PART_ROW, PART_ROWS, REQUEST_SIZE, SPAN_KEYS, SPANS
+from .triton_work import FIRST_PART, PART_ROW, PART_ROWS, REQUEST_SIZE, SPANS
 
 
 @triton.jit
@@ -116,9 +116,9 @@ def merge_kernel(
     OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. Own
-    tokens: as of `_own_tokens`, each request having `width` rows. OWN 0: the row is no beam, and spans that begin behind it are
-    not read; if its prompt was not cut, it has its result already. part, part_top: as of `prompt_kernel`, of at most max_spans
-    spans. QUANTIZED: all rows go to `quantized` e4m3 [rows, heads · D] and `scales` [rows]; BLOCK has all heads then.
+    tokens: as of `_own_tokens`, each request having `width` rows. OWN 0: the row is no beam; if its prompt was not cut, it has
+    its result already. part, part_top: as of `prompt_kernel`, of at most max_spans spans. QUANTIZED: all rows go to `quantized`
+    e4m3 [rows, heads · D] and `scales` [rows]; BLOCK has all heads then.
 
     A program does little, so what it costs is trips to memory one after another: all that depends on nothing is loaded first.
     A beam's spans lie where their numbers say, so the first ones are loaded before it is known how many there are.
@@ -149,18 +149,16 @@ def merge_kernel(
         elif request < 0:
             return
         at = requests + request * REQUEST_SIZE
-        of_prompt = tl.load(at + SPANS)
-        number = row - tl.load(at + PART_ROW)
-        first = tl.load(at + FIRST_PART) + number
+        num_spans = tl.load(at + SPANS)
+        first = tl.load(at + FIRST_PART) + row - tl.load(at + PART_ROW)
         num_rows = tl.load(at + PART_ROWS).to(tl.int64)
-        num_spans = (tl.load(at + KEYS_BEFORE) + number.to(tl.int32)) // tl.load(at + SPAN_KEYS) + 1
         known = num_spans
     span = tl.arange(0, MOST)[:, None]
     of_span = (first + span * num_rows) * HEADS + head[None, :]
     tops = tl.load(part_top + of_span, mask=(span < known) & real[None, :], other=NEVER)
     parts = _parts(part, first, num_rows, 0, known, head, real, HEADS, DIM, AT_ONCE, QUANTIZED)
     if OWN == 0:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
-        if of_prompt <= 1:
+        if num_spans <= 1:
             if QUANTIZED:
                 whole = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
                 _store_row(whole, quantized, scales, row, to, real, result.dtype.element_ty)

@@ -13,7 +13,7 @@ from ..hardware.ops.linear import QuantizedRows
 from ..hardware.ops.spec import FP8
 from . import triton_kernels as kernels
 from . import triton_merge
-from .triton_work import MOST_ITEMS, Work, list_work
+from .triton_work import MOST_ITEMS, list_work
 
 # Keys of the smallest span that a prompt is cut into, where its query rows fit one tile; twice that where they do not. Of
 # beams' sizes 64 was the fastest measured on an H200 for a request alone: 7.6 us a layer at 305 keys and 50 beams, 12 with 256.
@@ -34,15 +34,6 @@ class OwnTokens(NamedTuple):
     suffix_keys: Tensor
     suffix_values: Tensor
     ancestors: Tensor
-
-
-class Parts(NamedTuple):
-    """Partial results, one set for all layers, which run one after another: values [rows, heads, D], what each span alone would
-    give; top: fp32 [rows, heads], the logarithm of its softmax's sum in base 2. Rounded as results are: those that are merged
-    are many, and reading them is most of what merging costs."""
-
-    values: Tensor
-    top: Tensor
 
 
 class BeamReader(Protocol):
@@ -94,7 +85,11 @@ class PromptReader:
         else:
             pages = layout.table.pages
             self._place, self._page, self._page_row = (work.count, pages), layout.table.page_size, pages.stride(0)
-        self._parts = room_for_parts(needs, work, device)
+        part = (work.num_parts, needs.num_heads)
+        # One for all layers: they run one after another. Parts are rounded as results are: those that are merged are many, and
+        # reading them is most of what merging costs.
+        self._part = torch.empty((*part, needs.head_dim), dtype=needs.dtype, device=device)
+        self._part_top = torch.empty(part, dtype=torch.float32, device=device)
 
     @property
     def quantizes(self) -> bool:
@@ -112,31 +107,54 @@ class PromptReader:
         """query [T, heads, D] -> result [T, heads · D], with beams' own tokens. into: all rows of the result, those that others
         have written among them, go there quantised."""
         self._read(layer, query, result, own)
-        if self.work.max_spans == 1:
-            assert into is None, "nothing is merged"
-            return
-        # A prefill's most spans are the same for every batch: others might add in another order, and a row's last bits follow
-        # its neighbours. Registers for spans that cannot be would keep programs from running at once.
-        most = self.work.max_spans if self._width else MOST_ITEMS
-        merge_parts(self.needs, self.work, self._parts, query, result, into, most=most, width=self._width, own=own)
+        self._merge(query, result, own, into)
 
     def _read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
-        """Rows of the result where nothing may be cut, and those of prompts that are not; others wait for `merge_parts`."""
-        needs, work, tensors = self.needs, self.work, own_tensors(query, own, self.work)
+        """Where nothing may be cut, and of prompts' last tokens what is not, rows of the result; others wait for `_merge`."""
+        needs, work, tensors = self.needs, self.work, self._tensors(query, own)
         num_programs = min(work.max_items, max(1, PROGRAMS // needs.num_kv_heads))
         kernels.prompt_kernel[(num_programs, needs.num_kv_heads)](
             query, *self._cache.layer(layer), result, work.items, work.count, *self._place,
-            *self._parts, *tensors,
+            self._part, self._part_top, *tensors,
             self._page_row, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
-            **windowed_sizes(needs, own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CUT=work.max_spans > 1,
+            **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CUT=work.max_spans > 1,
             num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
         )  # fmt: skip
+
+    def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None, into: QuantizedRows | None) -> None:
+        work, needs, heads = self.work, self.needs, self.needs.num_heads
+        if work.max_spans == 1:
+            assert into is None, "nothing is merged"
+            return
+        # A prefill's most spans are the same for every batch: others might add in another order, and a row's last bits follow
+        # its neighbours. Registers for spans that cannot be would keep programs from running at once. Small blocks make many
+        # programs, each one warp; a row's scale is known to who has all of it.
+        most = triton.next_power_of_2(work.max_spans) if self._width else MOST_ITEMS
+        block, warps = min(2, triton.next_power_of_2(heads)), 1
+        if into is not None:
+            block = triton.next_power_of_2(heads)
+            warps = max(1, min(8 if most > 8 else 4, heads * needs.head_dim // 256))
+        quantized = into or QuantizedRows(result, result)
+        key, value, *others = tensors = self._tensors(query, own)
+        triton_merge.merge_kernel[(len(query), triton.cdiv(heads, block))](
+            query, key, value, self._part, self._part_top, work.requests, work.owner,
+            *others, result, *quantized, self._width, work.max_spans, *own_strides(tensors), needs.sliding_window or 0,
+            *common(needs, query), **self._sizes(own), BLOCK=block, MOST=most, QUANTIZED=into is not None,
+            num_warps=warps,
+        )  # fmt: skip
+
+    def _tensors(self, query: Tensor, own: OwnTokens | None) -> OwnTokens:
+        """Where there are no own tokens, tensors that are not read."""
+        return own or OwnTokens(query, query, query, query, self.work.owner)
 
     def _num_stages(self, query: Tensor) -> int:
         """A page's number is read before its keys, so each block that is fetched ahead takes two stages."""
         if query.element_size() > 2:
             return 2
         return 5 if self._page and query.shape[2] <= 128 else 3
+
+    def _sizes(self, own: OwnTokens | None) -> dict[str, int | bool]:
+        return {**sizes(self.needs, own), "WINDOWED": self.needs.sliding_window is not None}
 
 
 def quantizes(needs: AttentionNeeds) -> bool:
@@ -148,48 +166,6 @@ def room_for_quantized(query: Tensor) -> QuantizedRows:
     """Of attention's results for query [T, heads, D]: uninitialised."""
     values = query.new_empty((len(query), query.shape[1] * query.shape[2]), dtype=FP8)
     return QuantizedRows(values, query.new_empty((len(query), 1), dtype=torch.float32))
-
-
-def room_for_parts(needs: AttentionNeeds, work: Work, device: torch.device) -> Parts:
-    """Of all that the list may cut: uninitialised."""
-    shape = (work.num_parts, needs.num_heads)
-    return Parts(
-        torch.empty((*shape, needs.head_dim), dtype=needs.dtype, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
-
-
-def merge_parts(
-    needs: AttentionNeeds,
-    work: Work,
-    parts: Parts,
-    query: Tensor,
-    result: Tensor,
-    into: QuantizedRows | None,
-    *,
-    most: int = 0,
-    width: int = 0,
-    own: OwnTokens | None = None,
-) -> None:
-    """Of rows that are cut, into the result [rows, heads · D], or `into`, which takes all rows; with beams' own tokens.
-
-    query [rows, heads, D]. most: at least the spans of a row; 0: as listed. width: rows of each request, if they are beams.
-    """
-    most = triton.next_power_of_2(most or work.max_spans)
-    # Small blocks make many programs, each one warp; a row's scale is known to who has all of it.
-    heads = needs.num_heads
-    block, warps = min(2, triton.next_power_of_2(heads)), 1
-    if into is not None:
-        block = triton.next_power_of_2(heads)
-        warps = max(1, min(8 if most > 8 else 4, heads * needs.head_dim // 256))
-    quantized = into or QuantizedRows(result, result)
-    key, value, *others = tensors = own_tensors(query, own, work)
-    triton_merge.merge_kernel[(len(query), triton.cdiv(heads, block))](
-        query, key, value, *parts, work.requests, work.owner,
-        *others, result, *quantized, width, work.max_spans, *own_strides(tensors), needs.sliding_window or 0,
-        *common(needs, query), **windowed_sizes(needs, own), BLOCK=block, MOST=most, QUANTIZED=into is not None,
-        num_warps=warps,
-    )  # fmt: skip
 
 
 def join_own(
@@ -215,11 +191,6 @@ def join_own(
     )  # fmt: skip
 
 
-def own_tensors(query: Tensor, own: OwnTokens | None, work: Work) -> OwnTokens:
-    """Where there are no own tokens, tensors that are not read."""
-    return own or OwnTokens(query, query, query, query, work.owner)
-
-
 def own_strides(own: OwnTokens) -> tuple[int, ...]:
     """Rows of a pass's suffix, and the strides of the new keys and values."""
     return own.suffix_keys.shape[-3], *own.key.stride()[:2], *own.value.stride()[:2]
@@ -238,7 +209,3 @@ def sizes(needs: AttentionNeeds, own: OwnTokens | None) -> dict[str, int | bool]
         "DIM": needs.head_dim,
         "CAPPED": needs.soft_cap is not None,
     }
-
-
-def windowed_sizes(needs: AttentionNeeds, own: OwnTokens | None) -> dict[str, int | bool]:
-    return {**sizes(needs, own), "WINDOWED": needs.sliding_window is not None}

@@ -3,7 +3,7 @@
 A batch recorded in a graph has places without a sequence, and no prompt as long as the longest that it may hold; a grid over
 all that might be would launch ten empty programs for each full one. The list is made on the device, so nothing is
 synchronised. A prefill's prompts are cut by their own sizes, so nothing here depends on neighbours; a search's also by how many
-requests it was recorded for. Where sequences read themselves, a tile has no items of spans behind its last query.
+requests it was recorded for.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ SPANS: tl.constexpr = tl.constexpr(0)
 FIRST_PART: tl.constexpr = tl.constexpr(1)
 PART_ROWS: tl.constexpr = tl.constexpr(2)
 PART_ROW: tl.constexpr = tl.constexpr(3)
-SPAN_KEYS: tl.constexpr = tl.constexpr(4)
-KEYS_BEFORE: tl.constexpr = tl.constexpr(5)
-REQUEST_SIZE: tl.constexpr = tl.constexpr(6)
+REQUEST_SIZE: tl.constexpr = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,9 @@ class Work:
     first key, the one behind its last, row of its partial results (−1: it is not cut; of beams always there, behind the last
     span's rows of all requests), query rows of the request, the first of them, keys before the first of them.
 
-    requests: int32 [R, 6]: spans, first row of partial results, query rows, the first of them, keys of a span, keys before the
-    query rows. owner: int32 [rows], the request of a query row, −1 for a row that belongs to none; empty where nothing is cut.
-    max_spans: at least the most spans of a request. num_parts: rows that partial results need at most.
+    requests: int32 [R, 4]: spans, first row of partial results, query rows, the first of them. owner: int32 [rows], the request
+    of a query row, −1 for a row that belongs to none; empty where nothing is cut. max_spans: at least the most spans of a
+    request. num_parts: rows that partial results need at most.
     """
 
     items: Tensor
@@ -69,24 +67,18 @@ def list_work(
     cached: Tensor | None = None,
     longest: int = 0,
     least: int = 0,
-    spans: int = 1,
-    whole: int = 0,
 ) -> Work:
     """Of query rows against their requests' keys.
 
     lengths: int64 [R], query rows of each request, packed; they are the last of its keys. With `cached` int64 [R], which counts
-    the keys before them, only requests that have such keys are listed, or without `least` those that have none. With a
+    the keys before them, only requests that have such keys are listed, or where nothing is cut those that have none. With a
     `width`: keys of each request, which all of its `width` query rows see; a request without keys has an item all the same.
 
     num_rows: query rows of all. tile: of group · rows that one item takes. longest: at least the most keys of a request.
-    least: keys of the smallest span that prompts in a cache are cut into; 0: sequences read themselves. Those of more than
-    `whole` tokens are cut into at most `spans`, as long as so many tiles each, the last perhaps shorter.
+    least: keys of the smallest span; 0: nothing is cut.
     """
     device, requests = lengths.device, len(lengths)
     places = requests if width else min(requests, num_rows)
-    if longest <= whole:
-        spans = 1
-    cut = least > 0 or spans > 1
     tiles = triton.cdiv(width * group, tile) if width else 1
     most = MOST_ITEMS if least else 1
     if width:  # many prompts fill the device; how many there may be is known when the search is recorded
@@ -99,24 +91,18 @@ def list_work(
         max_spans = max(1, min(most // tiles, triton.cdiv(longest, smallest)))
     # A request that is cut has at most most · tile // group rows of partial results: its spans · tiles are at most `most`.
     num_parts = num_rows * max_spans if width else min(num_rows * max_spans, places * most * tile // group)
-    if spans > 1:
-        assert group == 1, "a tile's last query is found by its rows"
-        assert tile % 64 == 0, "spans are whole blocks of keys"
-        # Of n tiles, n − n · s / spans at most lie behind s spans, and have one item more for each of these.
-        max_items += (spans - 1) * (num_rows // tile + num_rows // (whole + 1)) // 2
-        max_spans, num_parts = spans, num_rows * spans
     work = Work(
         items=torch.empty((max_items, ITEM_SIZE.value), dtype=torch.int32, device=device),
         count=torch.empty(1, dtype=torch.int32, device=device),
         requests=torch.empty((requests, REQUEST_SIZE.value), dtype=torch.int32, device=device),
-        owner=torch.empty(num_rows if cut else 0, dtype=torch.int32, device=device),
+        owner=torch.empty(num_rows if least else 0, dtype=torch.int32, device=device),
         max_items=max_items,
         max_spans=max_spans,
         num_parts=num_parts if max_spans > 1 else 0,
     )
     work_kernel[(requests,)](
-        lengths, cached, work.items, work.count, work.requests, work.owner, num_rows, width, least, whole,
-        GROUP=group, TILE_ROWS=tile, MOST=most, BEAMS=width > 0, CACHED=cached is not None, REST=least > 0, INTO=spans,
+        lengths, cached, work.items, work.count, work.requests, work.owner, num_rows, width, least,
+        GROUP=group, TILE_ROWS=tile, MOST=most, BEAMS=width > 0, CACHED=cached is not None, CUT=least > 0,
         BLOCK=64, num_warps=2,
     )  # fmt: skip
     return work
@@ -124,11 +110,11 @@ def list_work(
 
 @triton.jit
 def _sizes(
-    request, bound, lengths, cached, width, least, whole,
+    request, bound, lengths, cached, width, least,
     GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, MOST: tl.constexpr,
-    BEAMS: tl.constexpr, CACHED: tl.constexpr, REST: tl.constexpr, INTO: tl.constexpr,
+    BEAMS: tl.constexpr, CACHED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """-> query rows, keys, tiles, keys of a span, spans, and items of requests; nothing from `bound` on."""
+    """-> query rows, keys, tiles, keys of a span, and spans of requests; nothing from `bound` on."""
     there = request < bound
     rows = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
     before = rows * 0
@@ -139,79 +125,56 @@ def _sizes(
         rows = tl.where(there, width, 0)
     tiles = (rows * GROUP + (TILE_ROWS - 1)) // TILE_ROWS
     size = keys
-    if INTO > 1:
-        size = tl.where(keys > whole, (tiles + (INTO - 1)) // INTO * TILE_ROWS, keys)
-    if REST:
+    if CUT:
         most = tl.maximum(MOST // tl.maximum(tiles, 1), 1)
         size = ((keys + most - 1) // most + 63) // 64 * 64  # whole blocks of keys
         size = tl.maximum(size, tl.minimum(tiles, 2) * least)
     if CACHED:
-        listed = before > 0 if REST else before == 0
+        listed = before > 0 if CUT else before == 0
         tiles = tl.where(listed, tiles, 0)
         size = tl.where(listed, size, keys)
     size = tl.maximum(size, 1)
     spans = (keys + size - 1) // size
     if BEAMS:
         spans = tl.where(there, tl.maximum(spans, 1), 0)
-    num_items = tiles * spans
-    if INTO > 1:  # `_place` lists them
-        num_items -= (size + (TILE_ROWS - 1)) // TILE_ROWS * (spans * (spans - 1) // 2)
-    return rows, keys, tiles, size, spans, num_items
+    return rows, keys, tiles, size, spans
 
 
-@triton.jit
-def _place(number, tiles, size, spans, TILE_ROWS: tl.constexpr, INTO: tl.constexpr):
-    """-> tile and span of a request's items. The last tiles, which see most, are first; programs start in this order."""
-    if (
-        INTO > 1
-    ):  # a span's items are those of the tiles that do not lie before it, so all whole ones of the first are first
-        span = number * 0
-        for earlier in tl.static_range(INTO - 1):
-            num_items = tiles - earlier * ((size + (TILE_ROWS - 1)) // TILE_ROWS)
-            later = (span == earlier) & (number >= num_items)
-            number -= tl.where(later, num_items, 0)
-            span += tl.where(later, 1, 0)
-        tile = tiles - 1 - number
-    else:
-        tile = tiles - 1 - number // spans
-        span = number % spans
-    return tile, span
-
-
-@triton.jit(do_not_specialize=["num_rows", "width", "least", "whole"])
+@triton.jit(do_not_specialize=["num_rows", "width", "least"])
 def work_kernel(
-    lengths, cached, items, count, requests, owner, num_rows, width, least, whole,
+    lengths, cached, items, count, requests, owner, num_rows, width, least,
     GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, MOST: tl.constexpr,
-    BEAMS: tl.constexpr, CACHED: tl.constexpr, REST: tl.constexpr, INTO: tl.constexpr, BLOCK: tl.constexpr,
+    BEAMS: tl.constexpr, CACHED: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per request: its items go behind those of requests before it."""
+    """One program per request: its items go behind those of requests before it; the last tile, which sees most, is first."""
     request = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     first_item = request * 0
     first_row = request * 0
     first_part = request * 0
     for start in range(0, request, BLOCK):
-        rows, keys, tiles, size, spans, num_items = _sizes(
-            start + lane, request, lengths, cached, width, least, whole,
-            GROUP, TILE_ROWS, MOST, BEAMS, CACHED, REST, INTO,
+        rows, keys, tiles, size, spans = _sizes(
+            start + lane, request, lengths, cached, width, least,
+            GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT,
         )  # fmt: skip
-        first_item += tl.sum(num_items, 0)
+        first_item += tl.sum(tiles * spans, 0)
         first_row += tl.sum(rows, 0)
         first_part += tl.sum(tl.where(spans > 1, rows * spans, 0), 0)
-    rows, keys, tiles, size, spans, num_items = _sizes(
-        request, request + 1, lengths, cached, width, least, whole,
-        GROUP, TILE_ROWS, MOST, BEAMS, CACHED, REST, INTO,
+    rows, keys, tiles, size, spans = _sizes(
+        request, request + 1, lengths, cached, width, least,
+        GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT,
     )  # fmt: skip
+    num_items = tiles * spans
     before = keys - rows
     if BEAMS:
         before = keys
     for start in range(0, num_items, BLOCK):
         number = start + lane
         real = number < num_items
-        tile, span = _place(number, tiles, size, spans, TILE_ROWS, INTO)
+        span = number % spans
         at = items + (first_item + number) * ITEM_SIZE
         tl.store(at + REQUEST, request + lane * 0, mask=real)
-        tl.store(at + TILE, tile, mask=real)
+        tl.store(at + TILE, tiles - 1 - number // spans, mask=real)
         tl.store(at + BEGIN, span * size, mask=real)
         tl.store(at + END, tl.minimum(span * size + size, keys), mask=real)
         out = tl.where(spans > 1, first_part + span * rows, -1)
@@ -226,12 +189,10 @@ def work_kernel(
     tl.store(at + FIRST_PART, first_part)
     tl.store(at + PART_ROWS, rows)
     tl.store(at + PART_ROW, first_row)
-    tl.store(at + SPAN_KEYS, size)
-    tl.store(at + KEYS_BEFORE, before)
     last = request == tl.num_programs(0) - 1
     if last:
         tl.store(count, first_item + num_items)
-    if REST or INTO > 1:
+    if CUT:
         for start in range(0, rows, BLOCK):
             number = start + lane
             tl.store(owner + first_row + number, request + lane * 0, mask=number < rows)
