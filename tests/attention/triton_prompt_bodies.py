@@ -7,8 +7,10 @@ Prefills, beams, and the list of what the kernels' programs do.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import mmap
 import os
 from typing import NamedTuple
 
@@ -428,6 +430,31 @@ def test_own_tokens_join_what_another_reader_found(backend, heads, widths, soft_
         search(backend, (30, 1, 70), widths, heads=heads, soft_cap=soft_cap, dtype=dtype, others=others), dtype
     )
     assert others[0].num_calls == widths.count(max(widths))
+
+
+@pytest.mark.parametrize("requests", [[(16, 1100)], [(0, 1100), (16, 1)]])
+def test_what_is_not_cut_has_no_parts_to_be_read(backend, requests):
+    """There may be fewer rows of parts than such prompts have: reading behind them ends the interpreter's process here."""
+    case = draw(backend, requests, (2, 1))
+    plan = TritonAttention(case.needs, backend.ops).packed(case.layout, case.cache)
+    reader = plan._reader
+    if INTERPRETED:
+        reader._part, reader._part_top = before_a_wall(reader._part), before_a_wall(reader._part_top)
+    found = plan.run(0, *packed_rows(case, 0, backend.runtime.to_device))
+    assert torch.isfinite(found[: sum(new for _, new in requests)]).all()
+
+
+def before_a_wall(tensor):
+    """Uninitialised memory for as many numbers, behind whose last one no memory may be touched for 64 MiB."""
+    size, page, wall = tensor.numel() * tensor.element_size(), mmap.PAGESIZE, 1 << 26
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    room = -(-size // page) * page
+    readable, private_and_anonymous = 3, 0x22
+    begin = libc.mmap(None, ctypes.c_size_t(room + wall), readable, private_and_anonymous, -1, ctypes.c_long(0))
+    assert libc.mprotect(ctypes.c_void_p(begin + room), ctypes.c_size_t(wall), 0) == 0
+    memory = (ctypes.c_char * size).from_address(begin + room - size)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 @pytest.mark.parametrize("widths", [(3, 5), (35,)])

@@ -11,7 +11,7 @@ import pytest
 from fastapi import Request
 
 from polyrec.core.errors import RequestError
-from polyrec.server import waiting
+from polyrec.server import app, waiting
 from polyrec.server.http import run_loop
 from polyrec.server.metrics import ServerMetrics
 from polyrec.server.state import ServerState
@@ -108,3 +108,27 @@ def test_notes_are_made_a_moment_later_or_when_the_counts_are_asked_for(run_in_l
         assert noted == [0, 1, 2, 3, 4]
 
     run_in_loop(run())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_answer_counts_whether_its_client_is_still_there(run_in_loop, is_there: bool) -> None:
+    noted = list[str]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        noted.append(message["type"])
+        if not is_there:
+            raise RuntimeError("the connection is closed")
+
+    async def run() -> None:
+        await app.Noted(b"{}", "application/json", lambda: noted.append("noted"))({"type": "http"}, receive, send)
+
+    if is_there:
+        run_in_loop(run())
+        assert noted == ["http.response.start", "http.response.body", "noted"]
+    else:
+        with pytest.raises(RuntimeError, match="closed"):
+            run_in_loop(run())
+        assert noted == ["http.response.start", "noted"]

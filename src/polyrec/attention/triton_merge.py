@@ -150,6 +150,11 @@ def merge_kernel(
             return
         at = requests + request * REQUEST_SIZE
         num_spans = tl.load(at + SPANS)
+        if num_spans <= 1:  # there are no parts of it
+            if QUANTIZED:
+                whole = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
+                _store_row(whole, quantized, scales, row, to, real, result.dtype.element_ty)
+            return
         first = tl.load(at + FIRST_PART) + row - tl.load(at + PART_ROW)
         num_rows = tl.load(at + PART_ROWS).to(tl.int64)
         known = num_spans
@@ -157,12 +162,6 @@ def merge_kernel(
     of_span = (first + span * num_rows) * HEADS + head[None, :]
     tops = tl.load(part_top + of_span, mask=(span < known) & real[None, :], other=NEVER)
     parts = _parts(part, first, num_rows, 0, known, head, real, HEADS, DIM, AT_ONCE, QUANTIZED)
-    if OWN == 0:  # noqa: SIM102 (known when the kernel is compiled, the other when it runs)
-        if num_spans <= 1:
-            if QUANTIZED:
-                whole = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
-                _store_row(whole, quantized, scales, row, to, real, result.dtype.element_ty)
-            return
     if MOST > AT_ONCE:
         later = _parts(part, first, num_rows, AT_ONCE, num_spans, head, real, HEADS, DIM, MOST - AT_ONCE, QUANTIZED)
     tops = tl.where(span < num_spans, tops, NEVER)

@@ -15,7 +15,7 @@ def embed_tied(weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     Autograd alone fills a gradient of [V, D] with zeros for the T rows and then adds both gradients: of bf16, 8 bytes a number
     of the vocabulary beside the head's own gradient. Here the rows are added where the head's gradient stands, with the same
     roundings. That tensor is written, so what takes the head's weight must give a gradient of its own, as products, slices
-    and losses do. There is no second derivative.
+    and losses do, and a hook that keeps it keeps what it becomes. There is no second derivative.
     """
     # A batch as long as the vocabulary has nothing to save.
     if not (torch.is_grad_enabled() and weight.requires_grad) or len(token_ids) >= len(weight):

@@ -91,7 +91,7 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         answer = await _answer(service, prepared, request, deadline, service.front.finish_as_cards)
         timing_ms = round(deadline.elapsed * 1000, 3)
         encoded = encode_answer(answer, request_id=request.state.request_id, timing_ms=timing_ms)
-        return _Noted(encoded, media_type="application/json", note=functools.partial(_note, request, metrics, answer))
+        return Noted(encoded, media_type="application/json", note=functools.partial(_note, request, metrics, answer))
 
     return recommend
 
@@ -199,16 +199,18 @@ def _note(request: Request, metrics: ServerMetrics, answer: Recommendation | Car
     }
 
 
-class _Noted(Response):
-    """Is noted when it is sent, so that its client need not wait for that."""
+class Noted(Response):
+    """Is noted when it is sent, so that its client need not wait for that, or when its client is gone."""
 
     def __init__(self, content: bytes, media_type: str, note: Callable[[], None]) -> None:
         super().__init__(content, media_type=media_type)
         self._note = note
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-        self._note()
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._note()
 
 
 def _count(metrics: ServerMetrics, answer: Recommendation | CardAnswer) -> None:
