@@ -15,6 +15,7 @@ from polyrec.engine.engine import EngineConfig
 from polyrec.engine.loop import EngineLoop
 from polyrec.engine.recommender import Recommender
 from polyrec.engine.scheduler import BatchLimits
+from polyrec.engine.searches import SearchResult
 from polyrec.testing.tiny import write_tiny_model
 
 WAIT_S = 30
@@ -316,6 +317,9 @@ class Brings:
     def answered(self):
         self.told.append("answered")
 
+    def rehearse(self, search, result):
+        self.told.append(("rehearse", search, result))
+
 
 def test_an_idle_loop_waits_for_searches_from_outside(recommender):
     loop = EngineLoop(recommender)
@@ -398,7 +402,8 @@ def test_the_thread_does_not_sleep_while_the_device_works_for_one_request(recomm
             intake(0.002)
         return step()
 
-    monkeypatch.setattr(recommender.engine, "rehearse", lambda: told.append("rehearse"))
+    played = recommender.prepare(ask(9)).search, SearchResult(np.arange(3), np.zeros(3, np.float32))
+    monkeypatch.setattr(recommender.engine, "rehearse", lambda: told.append("rehearse") or [played])
     monkeypatch.setattr("polyrec.engine.loop.stay_awake", awake)
     monkeypatch.setattr(loop, "_collect", collected)
     monkeypatch.setattr(recommender.engine, "step", stepped)
@@ -414,6 +419,9 @@ def test_the_thread_does_not_sleep_while_the_device_works_for_one_request(recomm
         ("asleep", 0.002),
     ]
     assert told == expected
+    rehearsed = [each[1:] for each in outside.told if isinstance(each, tuple) and each[0] == "rehearse"]
+    assert rehearsed == [played] * told.count("rehearse")
+    assert (loop.stats["requests"], loop.depth) == (num, 0), "what is rehearsed is not counted"
 
 
 def test_the_engine_s_thread_works_on_the_process_s_device(recommender, monkeypatch):

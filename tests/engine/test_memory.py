@@ -16,8 +16,10 @@ from reference import random_items, tiny_model
 from polyrec.attention.sdpa import PackedPlan, SdpaAttention
 from polyrec.core.errors import PolyrecError
 from polyrec.engine import search as engine_search
-from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
-from polyrec.engine.graphs import GraphRunner, GraphSizes, Stage, up_to
+from polyrec.engine.engine import LAST_LOOK_SECONDS, LOOK_SECONDS, Engine, EngineConfig
+from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
+from polyrec.engine.inputs import Stage
+from polyrec.engine.pace import MARGIN_SECONDS
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
@@ -459,6 +461,32 @@ def test_who_comes_while_the_device_works_is_launched_when_it_is_nearly_done(bus
     assert (len(done), engine.num_waiting) == (4, 0)
 
 
+def test_who_comes_at_the_last_moment_is_launched_at_once(busy):
+    engine, device = busy
+    done, coming = [], [some_request(9)]
+
+    def intake(seconds):
+        device.wait(seconds)
+        if coming and device.now > device.ends - 0.9 * MARGIN_SECONDS:
+            engine.submit(coming.pop(), done.append)
+
+    engine.submit(some_request(), done.append)
+    assert engine.step(device.wait) == 1
+    engine.submit(some_request(), done.append)
+    assert engine.step(intake) == 1
+    assert device.launches == [1, 1, 1]
+    assert device.ends - 0.25 - MARGIN_SECONDS < engine._in_flight.launched < device.ends - 0.25
+
+
+def test_no_look_is_taken_where_an_answer_would_wait_for_it(busy):
+    engine, device = busy
+    looks = []
+    for _ in range(2):
+        engine.submit(some_request(), lambda result: None)
+        engine.step(lambda seconds: looks.append(device.ends - device.now) or device.wait(seconds))
+    assert 1.01 * MARGIN_SECONDS > looks[-1] > LAST_LOOK_SECONDS, "one when it is time for the next batch"
+
+
 def test_a_batch_of_unknown_length_is_waited_for(busy):
     engine, device = busy
     engine.submit(some_request(), lambda result: None)
@@ -479,7 +507,7 @@ def test_a_time_that_was_too_long_delays_no_answer_and_is_forgotten(busy):
     assert took[0] == 3.0
     assert max(took[1:]) <= 0.02 + LOOK_SECONDS
     rows = len(some_request().prompt) + 2 * 4
-    assert engine._pace.due(rows, 1, device.now) < device.now + 0.03
+    assert engine._pace.due(engine._pace.end(rows, 1, device.now)) < device.now + 0.03
 
 
 def test_an_idle_device_is_given_half_and_the_other_half_behind_it(busy):
@@ -530,7 +558,7 @@ def test_clients_that_ask_again_come_to_leave_no_place_empty(busy):
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_rehearsal_leaves_no_trace(parts, monkeypatch, recorded):
     """In every look of the intake; with filters, which it leaves out, and when nothing is waited for."""
-    engine, rng, found = make_engine(parts, recorded), np.random.default_rng(5), []
+    engine, rng, found, played = make_engine(parts, recorded), np.random.default_rng(5), [], []
     device, put, batches = Device(engine, monkeypatch), Stage.put, []
     monkeypatch.setattr(Stage, "put", lambda *given, **more: batches.append(1) or put(*given, **more))
     prompts = users(rng, 6)
@@ -542,15 +570,17 @@ def test_a_rehearsal_leaves_no_trace(parts, monkeypatch, recorded):
     def intake(seconds):
         before = engine.memory.prefixes.stats, engine.memory.prefixes.num_free, engine.num_waiting
         inputs = engine._runner._inputs._numbers.clone() if recorded else None
-        engine.rehearse()
+        played.extend((asked is waited.request, len(found.leaves)) for asked, found in engine.rehearse())
         assert (engine.memory.prefixes.stats, engine.memory.prefixes.num_free, engine.num_waiting) == before
         assert inputs is None or torch.equal(engine._runner._inputs._numbers, inputs)
         device.wait(seconds)
 
     for asked in [*requests, filtered]:
         engine.submit(asked, found.append)
+        waited = engine._waiting[0]
         assert engine.step(intake) == 1
     expect_same(found, expected)
+    assert set(played) == {(True, 4)}
     assert len(batches) > len(found) if recorded else not batches
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,53 +20,88 @@ from .searches import SearchRequest, SearchResult
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch, on the host. token_ids: int64 [T], what is not cached of each prompt, packed. lengths: int64 [R], how much
-    that is. table: where prompts lie. widths: int64 [R]; width: the largest."""
+    """One batch, on the host. tokens: int64 [T], what is not cached of each prompt, packed. numbers: int64 [3, R], how much
+    that is, what is cached, and beams of each request. pages: int32 [R, columns], where prompts lie, page 0 behind a prompt's
+    end. longest: tokens of the longest prompt. width: the most beams of a request.
 
-    token_ids: Tensor
-    lengths: Tensor
-    table: PageTable
-    widths: Tensor
+    All of it is NumPy's, and torch's views are made where they are asked for: a lone request waits for every one of them.
+    """
+
+    tokens: np.ndarray
+    numbers: np.ndarray
+    pages: np.ndarray
+    page_size: int
+    longest: int
     width: int
     node_filter: NodeFilter | None
 
     @property
-    def prompt_lengths(self) -> Tensor:
+    def num_requests(self) -> int:
+        """R."""
+        return self.numbers.shape[1]
+
+    @cached_property
+    def is_cached(self) -> bool:
+        """Whether something of a prompt is."""
+        return bool(self.numbers[1].any())
+
+    @property
+    def token_ids(self) -> Tensor:
+        """`tokens`, for torch; so are the others."""
+        return torch.from_numpy(self.tokens)
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [R], of the packed tokens."""
+        return torch.from_numpy(self.numbers[0])
+
+    @property
+    def widths(self) -> Tensor:
         """int64 [R]."""
-        cached = self.table.cached
-        return self.lengths if cached is None else self.lengths + cached
+        return torch.from_numpy(self.numbers[2])
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """int64 [R], cached tokens among them."""
+        return torch.from_numpy(self.numbers[0] + self.numbers[1])
+
+    @property
+    def table(self) -> PageTable:
+        """The host's page table."""
+        cached = torch.from_numpy(self.numbers[1]) if self.is_cached else None
+        return PageTable(torch.from_numpy(self.pages), self.page_size, self.longest, cached)
 
 
 def make_batch(requests: Sequence[SearchRequest], held: Sequence[Held], page_size: int, trie: Trie) -> Batch:
     """Packs prompts, widths and filters. held: each request's pages, and how much of its prompt they hold already."""
-    pairs = list(zip(requests, held, strict=True))
-    numbers = np.array(
-        [(len(request.prompt) - each.num_cached, each.num_cached, request.beam_width) for request, each in pairs],
-        np.int64,
-    )
-    lengths, cached, widths = np.ascontiguousarray(numbers.T)
-    parts = [request.prompt[each.num_cached :] for request, each in pairs]
+    parts = [request.prompt[each.num_cached :] for request, each in zip(requests, held, strict=True)]
+    widths = [request.beam_width for request in requests]
+    numbers = np.array([[len(part) for part in parts], [each.num_cached for each in held], widths], np.int64)
     return Batch(
-        token_ids=torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts)),
-        lengths=torch.from_numpy(lengths),
-        table=make_table(held, cached, int((lengths + cached).max()), page_size),
-        widths=torch.from_numpy(widths),
-        width=int(widths.max()),
+        tokens=parts[0] if len(parts) == 1 else np.concatenate(parts),
+        numbers=numbers,
+        pages=pages_of(held),
+        page_size=page_size,
+        longest=max(len(request.prompt) for request in requests),
+        width=max(widths),
         node_filter=make_filter(requests, trie),
     )
 
 
-def make_table(held: Sequence[Held], cached: np.ndarray, longest: int, page_size: int) -> PageTable:
-    """The host's page table: a row a prompt, page 0 behind its end. cached: int64 [R]."""
+def pages_of(held: Sequence[Held]) -> np.ndarray:
+    """int32 [R, most pages of a prompt], zeros behind the others' last."""
+    if len(held) == 1:
+        return held[0].pages[None]
     pages = np.zeros((len(held), max(len(each.pages) for each in held)), np.int32)
     for row, each in zip(pages, held, strict=True):
         row[: len(each.pages)] = each.pages
-    some = torch.from_numpy(cached) if cached.any() else None
-    return PageTable(torch.from_numpy(pages), page_size, longest, some)
+    return pages
 
 
 def make_filter(requests: Sequence[SearchRequest], trie: Trie) -> NodeFilter | None:
     """Each request's dead or live nodes as sorted keys; None when no request filters anything."""
+    if all(request.excluded is None and request.allowed is None for request in requests):
+        return None
     keys, allow = [], []
     for index, request in enumerate(requests):
         allowed = request.allowed
@@ -79,8 +115,6 @@ def make_filter(requests: Sequence[SearchRequest], trie: Trie) -> NodeFilter | N
         else:
             continue
         keys.append(np.concatenate(levels) + index * trie.num_nodes)
-    if not keys:
-        return None
     return NodeFilter(keys=torch.from_numpy(np.concatenate(keys)), allow=torch.tensor(allow), stride=trie.num_nodes)
 
 

@@ -33,6 +33,7 @@ from .searches import SearchRequest, SearchResult
 
 Done = Callable[[SearchResult | None], None]
 LOOK_SECONDS = 1e-3  # between two looks at whether the device is done, while requests are waited for
+LAST_LOOK_SECONDS = 4e-4  # before the device is done: longer than a rehearsal, for which an answer would wait
 
 
 class EngineConfig(Settings):
@@ -177,20 +178,23 @@ class Engine:
             waiting.done(result)
         return len(current.chosen)
 
-    def rehearse(self) -> None:
+    def rehearse(self) -> list[tuple[SearchRequest, SearchResult]]:
         """For an intake that neither sleeps nor has anything to do: goes through the host's work on what `step` waits for once
         more, and leaves no trace. A core that waits for some milliseconds forgets code and tables, and does what comes next,
-        the answer and another request, at half its pace or less. Filters, which take longer, are not gone through."""
+        the answer and another request, at half its pace or less. Filters, which take longer, are not gone through.
+
+        Returns those requests, each with a result of its size, whose values are whatever they are by now."""
         current = self._awaited
         if current is None:
-            return
-        asked = [waiting.request for waiting in current.chosen]
+            return []
+        asked, now = [waiting.request for waiting in current.chosen], time.monotonic()
         if any(request.excluded is not None or request.allowed is not None for request in asked):
-            return
+            return []
         for request in asked:
             self.memory.prefixes.peek(request.prompt)
+        choose_batch([self._candidate(waiting, now) for waiting in current.chosen], self.config.limits, 0)
         self._runner.rehearse(make_batch(asked, current.held, self.memory.size.page_size, self.trie))
-        split_results(asked, current.scores, current.nodes, self.trie)  # whatever they are by now
+        return list(zip(asked, split_results(asked, current.scores, current.nodes, self.trie), strict=True))
 
     def run(
         self, requests: Sequence[SearchRequest], on_progress: Callable[[int], None] | None = None
@@ -260,19 +264,24 @@ class Engine:
     def _launch_behind(self, current: InFlight, intake: Callable[[float], None] | None, *, at_once: bool) -> None:
         """Launches the batch after the current one, if there is any to launch before that ends. at_once: it waits already,
         split from the current one."""
-        due = self._pace.due(current.rows, len(current.chosen), current.launched)
+        end = self._pace.end(current.rows, len(current.chosen), current.launched)
+        due = None if end is None else self._pace.due(end)
         at_once = intake is None or (at_once and due is None)
         while True:
             chosen = self._choose()
             full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
-            is_time = due is not None and time.monotonic() >= due
+            now = time.monotonic()
+            is_time = due is not None and now >= due
             if chosen and (full or is_time or at_once):
                 self._in_flight = self._launch(self._recorded_part(chosen))
                 return
             # A time that is told too late must not keep anyone waiting.
-            if is_time or due is None or intake is None or current.finished.query():
+            if end is None or due is None or intake is None or current.finished.query():
                 return
-            intake(min(max(due - time.monotonic(), 0.0), LOOK_SECONDS))
+            left = (end - LAST_LOOK_SECONDS if is_time else due) - now
+            if left <= 0:
+                return
+            intake(min(left, LOOK_SECONDS))
             self._drop_expired()
 
     def _launch(self, indices: list[int]) -> InFlight | None:
@@ -295,7 +304,7 @@ class Engine:
         self.memory.make_room()
         now = time.monotonic()
         self._pace.launched(now - started)
-        rows = len(batch.token_ids) + (self.trie.depth - 1) * int(batch.widths.sum())
+        rows = len(batch.tokens) + (self.trie.depth - 1) * int(batch.numbers[2].sum())
         return InFlight(rows, now, chosen, held, scores, nodes, finished)
 
     def _admit(self, indices: list[int]) -> tuple[list[Waiting], list[Held]]:

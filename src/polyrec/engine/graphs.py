@@ -18,12 +18,12 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.config import Settings
-from ..hardware.base.attention import HostPlan, PackedLayout, PageTable
+from ..hardware.base.attention import HostPlan, PackedLayout
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.graph import CapturedGraph
-from ..hardware.base.runtime import Runtime
 from ..hardware.ops.search import Beams, NodeFilter
 from .batching import Batch
+from .inputs import BatchInputs
 from .search import Prompts, Searcher, SearchInputs, make_prompts
 
 NO_KEY = torch.iinfo(torch.int64).max
@@ -64,85 +64,6 @@ class Fallback(Protocol):
     def run(self, batch: Batch) -> Beams: ...
 
 
-class BatchInputs:
-    """What recorded graphs read of a batch, on the device: filled by one copy, from one thread, in the stream that replays.
-
-    lengths, cached, widths: int64 [places]. table: all prompts'. token_ids: int64 [most tokens of a recorded prefill].
-    """
-
-    def __init__(
-        self, places: int, num_tokens: int, max_prompt: int, page_size: int, runtime: Runtime, device: torch.device
-    ) -> None:
-        shape = places, -(-max_prompt // page_size), num_tokens
-        self._numbers = torch.zeros(tokens_at(*shape[:2]) + num_tokens, dtype=torch.int64, device=device)
-        (self.lengths, self.cached, self.widths), pages, self.token_ids = input_parts(self._numbers, *shape)
-        self.table = PageTable(pages, page_size, max_prompt, self.cached)
-        self._runtime = runtime
-        self._stages = [Stage(runtime, *shape) for _ in range(2)]  # of the batch that runs, and of the next
-        self._rehearsed = Stage(runtime, *shape)
-        self._turn = 0
-
-    def fill(self, batch: Batch, *, tokens: bool) -> None:
-        """tokens: a recorded prefill reads them."""
-        stage = self._stages[self._turn]
-        self._turn = 1 - self._turn
-        stage.copied.synchronize()
-        used = stage.put(batch, tokens=tokens)
-        self._numbers[:used].copy_(stage.numbers[:used], non_blocking=True)
-        stage.copied.record(self._runtime.current_stream())
-
-    def rehearse(self, batch: Batch) -> None:
-        """`fill` but for the copy."""
-        self._rehearsed.put(batch, tokens=len(batch.token_ids) <= len(self.token_ids))
-
-    def clear(self) -> None:
-        """For a recording: what it computes must reach no prompt's pages, and page 0 takes it."""
-        self._numbers.zero_()
-
-
-class Stage:
-    """Host memory that a batch's inputs are put together in. copied: passed when the device has them.
-
-    NumPy's views are made once: made anew, they and the copy cost a lone request 0.35 ms on a slow host.
-    """
-
-    def __init__(self, runtime: Runtime, places: int, columns: int, num_tokens: int) -> None:
-        self._tokens_at = tokens_at(places, columns)
-        self.numbers = runtime.pin(torch.zeros(self._tokens_at + num_tokens, dtype=torch.int64))
-        self.copied = runtime.event()
-        parts = input_parts(self.numbers, places, columns, num_tokens)
-        self._heads, self._pages, self._token_ids = (part.numpy() for part in parts)
-
-    def put(self, batch: Batch, *, tokens: bool) -> int:
-        """Returns how many of the numbers are the batch's."""
-        pages = batch.table.pages.numpy()
-        requests, columns = pages.shape
-        heads = self._heads
-        heads[:, requests:] = 0
-        heads[0, :requests] = batch.lengths.numpy()
-        heads[1, :requests] = 0 if batch.table.cached is None else batch.table.cached.numpy()
-        heads[2, :requests] = batch.widths.numpy()
-        self._pages[:] = 0
-        self._pages[:requests, :columns] = pages
-        if not tokens:
-            return self._tokens_at
-        token_ids = batch.token_ids.numpy()
-        self._token_ids[: len(token_ids)] = token_ids
-        return self._tokens_at + len(token_ids)
-
-
-def tokens_at(places: int, columns: int) -> int:
-    """Where token ids begin among a batch's numbers: behind three a place, and its pages, two of which take one's room."""
-    return 3 * places + -(-places * columns // 2)
-
-
-def input_parts(numbers: Tensor, places: int, columns: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int64 [3, places], int32 [places, columns] and int64 [num_tokens], where they lie among the numbers."""
-    at = tokens_at(places, columns)
-    pages = numbers[3 * places : at].view(torch.int32)[: places * columns]
-    return numbers[: 3 * places].view(3, places), pages.view(places, columns), numbers[at : at + num_tokens]
-
-
 class PrefillShape(NamedTuple):
     """What a prefill is recorded for: its most tokens, whether prompts' beginnings are cached, and whether every one's is."""
 
@@ -153,9 +74,10 @@ class PrefillShape(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedPrefill:
-    """One recorded prefill, and what its attention is told before each replay."""
+    """One recorded prefill of so many tokens, and what its attention is told before each replay."""
 
     graph: CapturedGraph
+    tokens: int
     host_plan: HostPlan | None
 
 
@@ -217,23 +139,17 @@ class GraphRunner:
         if shape is None:
             return self._fallback.run(batch)
         prefill, search = self._prefill_for(batch), self._search_of(shape)
-        self._inputs.fill(batch, tokens=prefill is not None)
-        self._prefill(prefill, batch)
-        self._fill_filter(search.node_filter, batch.node_filter)
-        if search.host_plan is not None:  # now that the prefill is launched: the host works while the device does
-            search.host_plan.renew(batch.prompt_lengths)
-        lengths = padded(batch.prompt_lengths, search.requests)
-        self._searcher.attention.refresh({"lengths": lengths})
-        search.graph.update({"lengths": lengths})
-        beams: Beams = search.graph.replay()
-        self.num_replays += 1
-        requests, width = len(batch.lengths), batch.width
-        return Beams(*(part[:requests, :width] for part in (beams.score, beams.node, beams.parent)))
+        self._inputs.fill(batch, 0 if prefill is None else prefill.tokens)
+        try:
+            return self._launch(batch, prefill, search)
+        finally:  # also where a part of it was queued before a fault
+            self._inputs.launched()
 
     def rehearse(self, batch: Batch) -> None:
-        """Puts its inputs where nobody reads them."""
+        """Copies its inputs to where nobody reads them."""
         if self._shape_of(batch) is not None:
-            self._inputs.rehearse(batch)
+            prefill = self._prefill_for(batch)
+            self._inputs.rehearse(batch, 0 if prefill is None else prefill.tokens)
 
     def record_all(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Records every shape that the sizes name, so that no request waits for one. Large ones come first: the others then fit
@@ -255,7 +171,7 @@ class GraphRunner:
     def _shape_of(self, batch: Batch) -> tuple[int, int, bool] | None:
         """(requests, width, filtered) of the search that takes the batch; None when it fits none."""
         sizes, found = self._sizes, batch.node_filter
-        requests, width = first_from(len(batch.lengths), sizes.requests), first_from(batch.width, sizes.widths)
+        requests, width = first_from(batch.num_requests, sizes.requests), first_from(batch.width, sizes.widths)
         if requests is None or width is None or requests * width > sizes.max_rows:
             return None
         if found is not None and len(found.keys) > sizes.filter_keys:
@@ -269,12 +185,24 @@ class GraphRunner:
         return self._sizes.tokens
 
     def _prefill_for(self, batch: Batch) -> RecordedPrefill | None:
-        cached = batch.table.cached
-        tokens = first_from(len(batch.token_ids), self._tokens[cached is not None])
+        tokens = first_from(len(batch.tokens), self._tokens[batch.is_cached])
         if tokens is None:
             return None
-        all_begun = cached is not None and self._may_be_begun(tokens) and bool((cached > 0).all())
-        return self._prefill_of(PrefillShape(tokens, cached is not None, all_begun))
+        all_begun = batch.is_cached and self._may_be_begun(tokens) and bool(batch.numbers[1].all())
+        return self._prefill_of(PrefillShape(tokens, batch.is_cached, all_begun))
+
+    def _launch(self, batch: Batch, prefill: RecordedPrefill | None, search: RecordedSearch) -> Beams:
+        self._prefill(prefill, batch)
+        self._fill_filter(search.node_filter, batch.node_filter)
+        if search.host_plan is not None:  # now that the prefill is launched: the host works while the device does
+            search.host_plan.renew(batch.prompt_lengths)
+        lengths = padded(batch.prompt_lengths, search.requests)
+        self._searcher.attention.refresh({"lengths": lengths})
+        search.graph.update({"lengths": lengths})
+        beams: Beams = search.graph.replay()
+        self.num_replays += 1
+        requests, width = batch.num_requests, batch.width
+        return Beams(*(part[:requests, :width] for part in (beams.score, beams.node, beams.parent)))
 
     def _prefill(self, prefill: RecordedPrefill | None, batch: Batch) -> None:
         """Fills `self._hidden`."""
@@ -325,7 +253,7 @@ class GraphRunner:
             prompts = Prompts(inputs.token_ids[:tokens], layout)
             self._hidden.copy_(self._searcher.prefill(prompts, self._backend.graph.split))
 
-        return RecordedPrefill(self._backend.graph.capture(run, self._memory_pool), host_plan)
+        return RecordedPrefill(self._backend.graph.capture(run, self._memory_pool), tokens, host_plan)
 
     def _record_search(self, requests: int, width: int, filtered: bool) -> RecordedSearch:
         device, inputs, hidden = self._hidden.device, self._inputs, self._hidden[:requests]

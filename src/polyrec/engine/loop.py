@@ -51,13 +51,18 @@ class Outside(Protocol):
     def answered(self) -> None:
         """All futures of a batch are done."""
 
+    def rehearse(self, search: SearchRequest, result: SearchResult) -> None:
+        """What it does with a search that comes and a result that goes, without either."""
+
 
 class EngineLoop:
     """Batches what concurrent callers ask. max_queue: how many requests may wait; one more is refused with status 429."""
 
     def __init__(self, recommender: Recommender, max_queue: int = 256) -> None:
         self.recommender = recommender
-        self._queue: queue.Queue[Asked] = queue.Queue(max_queue)
+        self._max_queue = max_queue
+        self._queue: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self._rehearsed: queue.SimpleQueue[Asked] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._gate = threading.Lock()  # between a request that enters and the thread that leaves
@@ -139,12 +144,11 @@ class EngineLoop:
     def _enqueue(self, asked: Asked) -> None:
         with self._gate:
             self._refuse_stopped()
-            try:
-                self._queue.put_nowait(asked)
-            except queue.Full:
+            if self._queue.qsize() >= self._max_queue:
                 raise RequestError(
-                    "queue_full", f"{self._queue.maxsize} requests are waiting already.", "Try again later.", status=429
-                ) from None
+                    "queue_full", f"{self._max_queue} requests are waiting already.", "Try again later.", status=429
+                )
+            self._queue.put(asked)
         self._wake()
 
     def _wake(self) -> None:
@@ -203,7 +207,7 @@ class EngineLoop:
         def intake(seconds: float) -> None:
             awake = ANSWER_S - (time.perf_counter() - started)
             if len(unanswered) == 1 and awake > 0 and (outside := self._outside) is not None and outside.stays_awake:
-                engine.rehearse()
+                self._rehearse(outside)
                 stay_awake(min(seconds, awake), lambda: not self._queue.empty())
                 submit(self._collect(None))
             else:
@@ -228,6 +232,16 @@ class EngineLoop:
             finally:  # an engine that failed stops the thread, but whoever waits is told; the next user must not find them
                 engine.forget_waiting()
                 self._fail_unanswered(unanswered)
+
+    def _rehearse(self, outside: Outside) -> None:
+        """`Engine.rehearse`, and this thread's own work around it."""
+        for search, result in self.recommender.engine.rehearse():
+            outside.rehearse(search, result)
+            future: Future[Any] = Future()
+            self._rehearsed.put(Asked(search, future, None))
+            self._rehearsed.get().future.set_running_or_notify_cancel()
+            future.add_done_callback(_nothing)
+            future.set_result(result)
 
     def _memory_stats(self) -> dict[str, float]:
         prefixes = self.recommender.engine.memory.prefixes
@@ -304,6 +318,10 @@ class _Unfinished(Future[Recommendation]):
     def result(self, timeout: float | None = None) -> Recommendation:
         found: Any = super().result(timeout)
         return self._recommender.finish(self._prepared, found)
+
+
+def _nothing(future: Future[Any]) -> None:
+    """What a rehearsal's future calls."""
 
 
 def _expired() -> RequestError:

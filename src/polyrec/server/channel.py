@@ -236,3 +236,9 @@ def take_messages(received: bytearray, on_message: Callable[[Any], None]) -> Non
             on_message(message)
     finally:
         del received[:place]
+
+
+def rehearse(asked: Ask, answers: Answers) -> None:
+    """What one end does with both, but for the socket."""
+    take_messages(bytearray(packed(asked)), lambda message: None)
+    packed(answers)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from prometheus_client import Metric
 
 from ..core.errors import PolyrecError
+from ..engine.searches import SearchRequest, SearchResult
 from .channel import (
     Answers,
     Ask,
@@ -39,6 +40,7 @@ from .channel import (
     Open,
     Profile,
     Status,
+    rehearse,
 )
 from .lines import HAS_LINES, Line, Lines
 from .logs import FIELDS, LOGGER
@@ -260,6 +262,9 @@ class WorkerPool:
             self._is_called = True
             self._loop.call_soon_threadsafe(self._send_answers)
 
+    def rehearse(self, search: SearchRequest, result: SearchResult) -> None:
+        rehearse(Ask(0, search, None), Answers([(0, result)], None))
+
     # What workers have counted.
 
     def _count(self, peer: Peer, number: int) -> None:
@@ -286,12 +291,9 @@ class WorkerPool:
 
     def _status(self) -> Status:
         loop = None if self._service is None else self._service.loop
-        return Status(
-            stage=self._state.stage,
-            is_alive=loop is None or loop.is_alive,
-            depth=0 if loop is None else loop.depth,
-            stats={} if loop is None else loop.stats,
-        )
+        if loop is None:
+            return Status(self._state.stage, True, 0, {})
+        return Status(self._state.stage, loop.is_alive, loop.depth, loop.stats)
 
     async def _watch(self) -> None:
         """The loading thread and the engine's thread tell nobody what they do."""
