@@ -114,6 +114,18 @@ def test_this_platform_has_fused_layers(device_backend):
     assert layer_form("off", LARGE, device_backend) == ("fused" if own else "plain")
 
 
+def test_a_step_with_masters_waits_for_its_facts_alone(device_backend):
+    """Then the next step is launched while the update runs. torch refuses copies and questions that make the host wait; the
+    event of loss and norm is none of them."""
+    trainer = make_trainer(device_backend, torch.bfloat16, head="vocab", form="fused", branches=False)
+    losses(trainer, 3)  # kernels are compiled, and chosen by their time
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses(trainer, 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_resumed_run_ends_where_a_quiet_one_ends(device_backend, dtype, tmp_path):
     runtime = device_backend.runtime

@@ -16,6 +16,7 @@ from test_objective import random_examples
 
 from polyrec.core.errors import TrainingError
 from polyrec.data.packing import pack
+from polyrec.hardware.backends.cpu.runtime import CpuRuntime
 from polyrec.models import spec
 from polyrec.sid.layout import SidLayout
 from polyrec.training.accelerate import prepare_layers
@@ -59,9 +60,20 @@ def objective(model, batch):
     return Loss(loss, torch.stack([loss.detach()]))
 
 
-def make_trainer(model, config, objective=objective, steps=STEPS):
+class OnRuntime:
+    """A loss as an objective whose device has that runtime."""
+
+    def __init__(self, loss, runtime):
+        self._loss = loss
+        self.runtime = runtime
+
+    def __call__(self, model, batch):
+        return self._loss(model, batch)
+
+
+def make_trainer(model, config, objective=objective, steps=STEPS, runtime=None):
     loader = Loader()
-    return Trainer(model, loader, objective, config, steps), loader
+    return Trainer(model, loader, OnRuntime(objective, runtime or CpuRuntime()), config, steps), loader
 
 
 def reference_run(model, config, steps):
@@ -198,6 +210,75 @@ def test_no_gradient_of_the_last_step_is_held_in_the_forward_pass():
     trainer, _ = make_trainer(Net(), OptimConfig(ema_decay=0), looks)
     for _ in range(2):
         trainer.train_step()
+
+
+def of_dtype(dtype):
+    """`objective` for a model of that dtype."""
+
+    def loss(model, batch):
+        return objective(model, SimpleNamespace(x=batch.x.to(dtype)))
+
+    return loss
+
+
+class LateRuntime(CpuRuntime):
+    """What is copied to the host arrives when its event is waited for, and not before. told: what happened, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def to_host_async(self, tensor):
+        self.told.append("copy")
+        there = torch.full_like(tensor, torch.nan)
+
+        def arrives():
+            self.told.append("wait")
+            there.copy_(tensor)
+
+        return there, SimpleNamespace(synchronize=arrives)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "masters"])
+def test_loss_and_norm_are_copied_before_the_update_and_waited_for_after_it(dtype):
+    """So that the host is back while the update runs. Without masters it waits before it too: the norm may be none."""
+    config, runtime = OptimConfig(warmup_steps=2, clip_norm=0.2), LateRuntime()
+    trainer, loader = make_trainer(Net().to(dtype), config, of_dtype(dtype), runtime=runtime)
+    told, batch, follow = runtime.told, loader.batch, trainer.averaged.update_parameters
+    loader.batch = lambda step: told.append(f"batch {step}") or batch(step)
+    trainer.averaged.update_parameters = lambda *args: told.append("average") or follow(*args)
+    trainer.optimizer.register_step_pre_hook(lambda *_: told.append("update"))
+    found = [trainer.train_step()]
+    before = ["wait"] if dtype == torch.float32 else []
+    assert told == ["batch 0", "copy", *before, "update", "average", "batch 1", "wait"]
+    found += [trainer.train_step() for _ in range(3)]
+
+    plain, _ = make_trainer(Net().to(dtype), config, of_dtype(dtype))
+    for one in found:
+        other = plain.train_step()
+        assert (one.loss, one.by_level, one.grad_norm) == (other.loss, other.by_level, other.grad_norm)
+        assert math.isfinite(one.loss)
+    for model in ("model", "result"):
+        pairs = zip(getattr(trainer, model).parameters(), getattr(plain, model).parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_a_step_with_masters_asks_its_device_for_loss_and_norm_alone(monkeypatch):
+    """A meta device has no numbers that the host could wait for."""
+
+    class MetaRuntime(CpuRuntime):
+        def to_host_async(self, tensor):
+            return torch.arange(1.0, 1 + len(tensor)), SimpleNamespace(synchronize=lambda: None)
+
+    def loss(model, batch):
+        return objective(model, SimpleNamespace(x=batch.x.to("meta", torch.bfloat16)))
+
+    monkeypatch.setattr(f"{__name__}.loss_of", lambda model, batch: (model(batch.x) * batch.x[:, :4]).square().mean())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # which takes an accelerator
+    trainer, _ = make_trainer(Net().bfloat16().to("meta"), OptimConfig(), loss, runtime=MetaRuntime())
+    for _ in range(3):
+        facts = trainer.train_step()
+    assert (facts.loss, facts.grad_norm, facts.by_level) == (1.0, 2.0, (3.0,))
 
 
 def test_on_step_ends_a_run():

@@ -25,12 +25,14 @@ class Loss(NamedTuple):
 
 
 class Objective:
-    """Runs a packed batch through the model and its heads. needs: what the model asks of attention in training."""
+    """Runs a packed batch through the model and its heads. needs: what the model asks of attention in training. runtime: the
+    device's on which it does."""
 
     def __init__(self, layout: SidLayout, head: Head, backend: HardwareBackend, needs: AttentionNeeds) -> None:
         self._layout = layout
         self._head = head
         self._cross_entropy = backend.ops.loss.weighted_cross_entropy
+        self.runtime = backend.runtime
         self._move = backend.runtime.to_device
         self._attention = backend.attention.build(needs, backend.ops)
 

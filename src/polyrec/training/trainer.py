@@ -35,7 +35,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What one step tells. step: from 1. loss: mean over labels; by_level: of each SID level. tokens: packed tokens run."""
+    """What one step tells. step: from 1. loss: mean over labels; by_level: of each SID level. tokens: packed tokens run.
+    seconds: until loss and norm were known; what was left of the last step's update is in it, this one's is not, so that over a
+    loop without pauses they add up to what it took."""
 
     step: int
     loss: float
@@ -78,8 +80,12 @@ class Trainer:
         return self.model if self.averaged is None else cast(Decoder, self.averaged.module)
 
     def train_step(self) -> StepFacts:
-        """Batch, forward, backward, clip, update, average. The host waits for the device once, when all of it is queued, and
-        without masters for the gradient's norm too."""
+        """Batch, forward, backward, clip, update, average. The host waits for the device once: for loss and norm, when all is
+        queued, or before the update where no masters keep the weights from a norm that is not finite.
+
+        Update and average may still run when this returns, and the next step is queued behind them. Whoever reads weights or
+        optimizer on this stream gets the finished ones; another stream has to wait for this one first.
+        """
         started = time.perf_counter()
         step = self.progress.step
         batch = self._take_batch(step)
@@ -87,17 +93,21 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)  # before the forward pass: its peak needs the last gradients' memory
         loss = self._objective(self.model, batch)
         loss.mean.backward()
-        norm = self._clip(step, loss.mean, rate)
+        norm = self._clip()
+        told = torch.stack([loss.mean.detach().float(), norm.float(), *loss.by_level.float()])
+        facts, known = self._objective.runtime.to_host_async(told)  # queued ahead of the update, for which nobody waits
+        if self._masters is None:
+            known.synchronize()
+            self._check_norm(step, facts, rate)
         self.optimizer.step()
         if self.averaged is not None:
             self.averaged.update_parameters(self.model, self._masters)
         if step + 1 < self._steps:
             with contextlib.suppress(Exception):  # the step that needs it meets the error; this one's work is done
                 self._next = (step + 1, self._loader.batch(step + 1))  # while the device works
-        mean, length, *by_level = torch.stack(
-            [loss.mean.detach().float(), norm.float(), *loss.by_level.float()]
-        ).tolist()
-        self._check_norm(step, length, mean, rate)
+        known.synchronize()
+        self._check_norm(step, facts, rate)
+        mean, length, *by_level = facts.tolist()
         seconds = time.perf_counter() - started
         self.progress.step += 1
         self.progress.seconds += seconds
@@ -124,22 +134,22 @@ class Trainer:
         ready, self._next = self._next, None
         return ready[1] if ready is not None and ready[0] == step else self._loader.batch(step)
 
-    def _clip(self, step: int, loss: torch.Tensor, rate: float) -> torch.Tensor:
-        """Clips the gradient, and returns its norm. One that is not finite does not spoil the weights: a step with masters then
-        changes none, and `_check_norm` stops the run after it, any other before it."""
+    def _clip(self) -> torch.Tensor:
+        """Clips the gradient, and returns its norm, which nobody has waited for. With masters one that is not finite changes
+        none of them, and the run stops after the step; without them it has to be seen before the update."""
         most = self._config.clip_norm
-        if isinstance(self.optimizer, MasterAdamW):
-            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients).float()
-            scale = (most / (norm + 1e-6)).clamp_max(1.0)  # as torch's own clipping
-            self.optimizer.gradient_scale = torch.where(norm.isfinite(), scale, norm)
-            return norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        self._check_norm(step, float(norm), float(loss.detach()), rate)
+        if not isinstance(self.optimizer, MasterAdamW):
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).float()
+        scale = (most / (norm + 1e-6)).clamp_max(1.0)  # as torch's own clipping
+        self.optimizer.gradient_scale = torch.where(norm.isfinite(), scale, norm)
         return norm
 
     @staticmethod
-    def _check_norm(step: int, norm: float, loss: float, rate: float) -> None:
+    def _check_norm(step: int, facts: torch.Tensor, rate: float) -> None:
+        """facts: on the host, of which the first are loss and norm."""
+        loss, norm = facts[:2].tolist()
         if not math.isfinite(norm):
             raise TrainingError(
                 "gradient_not_finite",
