@@ -124,15 +124,25 @@ def packed_kernel(
 
 
 @triton.jit
-def _slots(number, there, request, pages, starts, page_row, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """int64 [N], where a prompt's tokens lie. PAGE, pages, starts: as of `prompt_kernel`."""
+def _pages_of(number, end, request, pages, page_row, PAGE: tl.constexpr):
+    """int32 [N], the pages of a prompt's tokens, of those before `end`; without PAGE nothing that is used."""
     if PAGE:
-        at = pages + request * page_row + number // PAGE
-        page = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
-        slot = page.to(tl.int64) * PAGE + number % PAGE
+        number = tl.load(pages + request * page_row + number // PAGE, mask=number < end, other=0)
+    return number
+
+
+@triton.jit
+def _rows_of(start, page, first, KEYS: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr):
+    """int64 [KEYS], where rows of SIZE numbers begin, of a prompt's tokens from `start` on: in pages, or from row `first` on.
+    WHOLE: `start` is a page's first, so where the tokens lie in their pages is known when this is compiled."""
+    number = tl.arange(0, KEYS)
+    if PAGE:
+        if not WHOLE:
+            number += start % PAGE
+        rows = page.to(tl.int64) * (PAGE * SIZE) + (number % PAGE * SIZE).to(tl.int64)
     else:
-        slot = tl.load(starts + request) + number
-    return slot
+        rows = (first + start + number) * SIZE
+    return rows
 
 
 @triton.jit
@@ -165,6 +175,8 @@ def prompt_kernel(
     tokens, what is not cut goes to the result.
     """
     CAUSAL: tl.constexpr = OWN == 0
+    # Spans begin with a block, and blocks with a page, where no window moves them.
+    ALIGNED: tl.constexpr = PAGE > 0 and KEYS % max(PAGE, 1) == 0 and not WINDOWED
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(1)
     lane = tl.arange(0, DIM)
@@ -190,6 +202,11 @@ def prompt_kernel(
                 begin = tl.maximum(begin, oldest // KEYS * KEYS)
         elif WINDOWED:
             begin = tl.maximum(begin, before + OWN - window)
+        # Pages are looked up a block ahead: where they are known its keys need not wait for them.
+        page = _pages_of(begin + tl.arange(0, KEYS), end, request, pages, page_row, PAGE)
+        first = tl.load(starts + request) if PAGE == 0 else request
+        k_at = keys + kv_head * DIM + lane[None, :]
+        v_at = values + kv_head * DIM + lane[None, :]
         # Blocks of which every key is there, and seen by every query, need no mask.
         whole = begin
         if not WINDOWED:
@@ -199,18 +216,18 @@ def prompt_kernel(
             whole = begin + tl.maximum(whole - begin, 0) // KEYS * KEYS
             for start in range(begin, whole, KEYS):
                 number = start + tl.arange(0, KEYS)
-                slot = _slots(number, number >= 0, request, pages, starts, page_row, PAGE, False)
-                place = (slot * kv_heads + kv_head)[:, None] * DIM + lane[None, :]
-                k = tl.load(keys + place).to(q.dtype)
-                v = tl.load(values + place).to(q.dtype)
+                place = _rows_of(start, page, first, KEYS, PAGE, ALIGNED, kv_heads * DIM)[:, None]
+                page = _pages_of(number + KEYS, end, request, pages, page_row, PAGE)
+                k = tl.load(k_at + place).to(q.dtype)
+                v = tl.load(v_at + place).to(q.dtype)
                 top, total, acc = _attend(q, tl.trans(k), v, True, top, total, acc, scale, soft_cap, False, CAPPED)
         for start in range(whole, end, KEYS):
             number = start + tl.arange(0, KEYS)
             there = number < end
-            slot = _slots(number, there, request, pages, starts, page_row, PAGE, True)
-            place = (slot * kv_heads + kv_head)[:, None] * DIM + lane[None, :]
-            k = tl.load(keys + place, mask=there[:, None], other=0.0).to(q.dtype)
-            v = tl.load(values + place, mask=there[:, None], other=0.0).to(q.dtype)
+            place = _rows_of(start, page, first, KEYS, PAGE, ALIGNED, kv_heads * DIM)[:, None]
+            page = _pages_of(number + KEYS, end, request, pages, page_row, PAGE)
+            k = tl.load(k_at + place, mask=there[:, None], other=0.0).to(q.dtype)
+            v = tl.load(v_at + place, mask=there[:, None], other=0.0).to(q.dtype)
             seen = there[None, :]
             if CAUSAL:
                 seen = seen & (number[None, :] <= position[:, None])

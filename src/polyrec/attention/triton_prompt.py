@@ -118,7 +118,7 @@ class PromptReader:
             self._part, self._part_top, *tensors,
             self._page_row, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
             **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CUT=work.max_spans > 1,
-            num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=self._num_stages(query),
+            num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=num_stages(query),
         )  # fmt: skip
 
     def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None, into: QuantizedRows | None) -> None:
@@ -147,12 +147,6 @@ class PromptReader:
         """Where there are no own tokens, tensors that are not read."""
         return own or OwnTokens(query, query, query, query, self.work.owner)
 
-    def _num_stages(self, query: Tensor) -> int:
-        """A page's number is read before its keys, so each block that is fetched ahead takes two stages."""
-        if query.element_size() > 2:
-            return 2
-        return 5 if self._page and query.shape[2] <= 128 else 3
-
     def _sizes(self, own: OwnTokens | None) -> dict[str, int | bool]:
         return {**sizes(self.needs, own), "WINDOWED": self.needs.sliding_window is not None}
 
@@ -160,6 +154,11 @@ class PromptReader:
 def quantizes(needs: AttentionNeeds) -> bool:
     """Whether results are to be quantised, where one program has all heads of a row anyway, or may have."""
     return needs.quantized and needs.num_heads * needs.head_dim <= QUANTIZED_AT_ONCE
+
+
+def num_stages(query: Tensor) -> int:
+    """Blocks of keys and values under way at once: as many as fit beside the queries, three at most."""
+    return {256: 3, 512: 2}.get(max(256, query.shape[2] * query.element_size()), 1)
 
 
 def room_for_quantized(query: Tensor) -> QuantizedRows:
