@@ -214,7 +214,7 @@ def our_step(args: argparse.Namespace, backend: HardwareBackend, head: Head, for
     loader = cast(ExampleLoader, SimpleNamespace(batch=lambda step: batch))
     config = OptimConfig(learning_rate=1e-4, warmup_steps=0, ema_decay=0)
     steps = args.warm_up + args.steps + args.synchronised + bool(args.profile)
-    trainer = Trainer(model.train(), loader, objective, config, steps, compiled=True)
+    trainer = Trainer(model.train(), loader, objective, config, steps, ops=backend.ops, compiled=True)
     prepare_layers(model, form, checkpointed=args.checkpointed)
     assert num_parameters(model) > 1e8
     return lambda: trainer.train_step().loss

@@ -70,7 +70,7 @@ def make_trainer(backend, dtype, *, head="level", form="plain", checkpointed=0, 
     objective = Objective(LAYOUT, head, backend, model.attention_needs(dtype, train=True))
     loader = SimpleNamespace(batch=lambda step: batch(step, branches=branches))
     config = OptimConfig(learning_rate=3e-3, warmup_steps=2, ema_decay=0.9)
-    trainer = Trainer(model, loader, objective, config, 12, compiled=form == "compiled")
+    trainer = Trainer(model, loader, objective, config, 12, ops=backend.ops, compiled=form == "compiled")
     prepare_layers(model, form, checkpointed=checkpointed)
     return trainer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ from test_objective import random_examples
 from polyrec.core.errors import TrainingError
 from polyrec.data.packing import pack
 from polyrec.hardware.backends.cpu.runtime import CpuRuntime
+from polyrec.hardware.ops import REFERENCE_OPS
+from polyrec.hardware.ops.optim import OptimOps
 from polyrec.models import spec
 from polyrec.sid.layout import SidLayout
 from polyrec.training.accelerate import prepare_layers
@@ -71,9 +74,9 @@ class OnRuntime:
         return self._loss(model, batch)
 
 
-def make_trainer(model, config, objective=objective, steps=STEPS, runtime=None):
-    loader = Loader()
-    return Trainer(model, loader, OnRuntime(objective, runtime or CpuRuntime()), config, steps), loader
+def make_trainer(model, config, objective=objective, steps=STEPS, runtime=None, ops=REFERENCE_OPS):
+    loader, on_runtime = Loader(), OnRuntime(objective, runtime or CpuRuntime())
+    return Trainer(model, loader, on_runtime, config, steps, ops=ops), loader
 
 
 def reference_run(model, config, steps):
@@ -263,6 +266,27 @@ def test_loss_and_norm_are_copied_before_the_update_and_waited_for_after_it(dtyp
         assert all(torch.equal(*pair) for pair in pairs)
 
 
+def test_with_masters_the_norm_is_the_devices_own_and_is_not_rounded():
+    """To bf16, in which it would be .4 % off at most; nor is what gradients are scaled by."""
+    asked, scales, plain = [], [], REFERENCE_OPS.optim.total_norm
+    ops = replace(
+        REFERENCE_OPS, optim=OptimOps(total_norm=lambda tensors: asked.append(len(tensors)) or plain(tensors))
+    )
+    config = OptimConfig(clip_norm=1e-3)
+    trainer, _ = make_trainer(Net().bfloat16(), config, of_dtype(torch.bfloat16), ops=ops)
+    trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: scales.append(optimizer.gradient_scale))
+    rounded = 0
+    for _ in range(5):
+        found = trainer.train_step().grad_norm
+        gradients = [parameter.grad.double().flatten() for parameter in trainer.model.parameters()]
+        norm = torch.cat(gradients).norm().item()
+        assert found == pytest.approx(norm, rel=1e-6)
+        assert scales[-1].item() == pytest.approx(config.clip_norm / norm, rel=1e-4)
+        rounded += found != torch.tensor(found).bfloat16().item()
+    assert rounded > 0
+    assert asked == [len(gradients)] * 5
+
+
 def test_a_step_with_masters_asks_its_device_for_loss_and_norm_alone(monkeypatch):
     """A meta device has no numbers that the host could wait for."""
 
@@ -362,7 +386,8 @@ def test_a_tied_weight_is_trained_as_one_of_two_uses(monkeypatch, head, form, dt
     def trained():
         model = tiny_model(layout, seed=0).to(dtype).train()
         config = OptimConfig(learning_rate=0.01, warmup_steps=1, clip_norm=0.5, ema_decay=0)
-        trainer = Trainer(model, SimpleNamespace(batch=batch), objective_of(model, layout, head), config, 4)
+        objective = objective_of(model, layout, head)
+        trainer = Trainer(model, SimpleNamespace(batch=batch), objective, config, 4, ops=REFERENCE_OPS)
         prepare_layers(model, form, checkpointed=0)
         facts = [trainer.train_step() for _ in range(4)]
         return [(one.loss, one.by_level, one.grad_norm) for one in facts], list(model.parameters())

@@ -169,7 +169,9 @@ class _Run:
         needs = model.attention_needs(model.head_weight.dtype, train=True)
         objective = Objective(data.layout, config.head, backend, needs)
         choice = config.compile, num_parameters(model), backend
-        self.trainer = Trainer(model, self.loader, objective, config.optim, config.steps, compiled=compiles(*choice))
+        self.trainer = Trainer(
+            model, self.loader, objective, config.optim, config.steps, ops=backend.ops, compiled=compiles(*choice)
+        )
         prepare_layers(model, layer_form(*choice), checkpointed=config.checkpoint_activations)
 
     def resume(self, folder: Path) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..core.errors import TrainingError
 from ..data.loader import ExampleLoader
 from ..data.packing import PackedBatch
+from ..hardware.ops import PlatformOps
 from ..models.spec import Decoder
 from .master import MasterAdamW, approach, update
 from .objective import Objective
@@ -51,7 +52,8 @@ class StepFacts:
 class Trainer:
     """Model, optimizer and data of one run. `progress` says where it is; whoever resumes a run sets it.
 
-    compiled: one kernel updates a parameter. The average, a copy of the model, is fp32 whatever the model's dtype is.
+    ops: the device's. compiled: one kernel updates a parameter. The average, a copy of the model, is fp32 whatever the
+    model's dtype is.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Trainer:
         config: OptimConfig,
         steps: int,
         *,
+        ops: PlatformOps,
         compiled: bool = False,
     ) -> None:
         self.model = model
@@ -70,6 +73,7 @@ class Trainer:
         self.progress = Progress()
         self._loader = loader
         self._objective = objective
+        self._total_norm = ops.optim.total_norm
         self._config = config
         self._steps = steps
         self._next: tuple[int, PackedBatch] | None = None  # the batch of a step to come
@@ -141,7 +145,7 @@ class Trainer:
         if not isinstance(self.optimizer, MasterAdamW):
             return torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float()
+        norm = self._total_norm(gradients)
         scale = (most / (norm + 1e-6)).clamp_max(1.0)  # as torch's own clipping
         self.optimizer.gradient_scale = torch.where(norm.isfinite(), scale, norm)
         return norm

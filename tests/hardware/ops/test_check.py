@@ -13,6 +13,7 @@ from polyrec.core.errors import HardwareError
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.ops import op_groups
 from polyrec.hardware.ops.check import CheckRaised, check_op
+from polyrec.hardware.ops.compare import tensors
 from polyrec.hardware.ops.draw import Draw
 from polyrec.hardware.ops.spec import FLOATS, MISSING, Claims, claims_of, group_specs, op, op_claims
 
@@ -344,6 +345,20 @@ def rotates_nothing(product, q_weight, k_weight, cos, sin, eps, kv_heads):
     return (q_weight, *reference("rope.qkv_norm_rotary")(product, q_weight, k_weight, cos, sin, eps, kv_heads)[1:])
 
 
+def norm_without_the_last(gradients):
+    return reference("optim.total_norm")(gradients[:-1])
+
+
+def norm_in_bf16(gradients):
+    return reference("optim.total_norm")(gradients).bfloat16().float()
+
+
+def scales_the_gradients(gradients):
+    norm = reference("optim.total_norm")(gradients)
+    gradients[0].mul_(0.5)
+    return norm
+
+
 OTHER_FAULTS = [
     ("kv.write", write_all_but_the_last, {"value"}),
     ("kv.write", write_one_row_too_many, {"value"}),
@@ -357,6 +372,9 @@ OTHER_FAULTS = [
     ("linear.quantize_fp8", quantizes_with_one_bit_less, {"value"}),
     ("sampling.softmax", softmax_in_bf16, {"value"}),
     ("moe.route", route_without_weights, {"value"}),
+    ("optim.total_norm", norm_without_the_last, {"value"}),
+    ("optim.total_norm", norm_in_bf16, {"value"}),
+    ("optim.total_norm", scales_the_gradients, {"argument_written"}),
 ]
 
 
@@ -386,6 +404,10 @@ def test_a_result_may_be_a_view_of_what_the_specification_names():
     assert kinds(faults) == {"aliasing"}
 
 
+def drawn_tensors(case):
+    return [found for name, value in case.items() for found in tensors(value, name)]
+
+
 @pytest.mark.parametrize("field", SPECS)
 def test_two_draws_of_a_case_have_one_shape_and_other_values(field):
     """What the check of a capture rests on."""
@@ -393,10 +415,6 @@ def test_two_draws_of_a_case_have_one_shape_and_other_values(field):
     for full in (False, True):
         drawn = [list(spec.cases(Draw(spec.dtypes[0], seed, full=full))) for seed in (0, 1)]
         for one, other in zip(*drawn, strict=True):
-            shapes = [
-                {name: value.shape for name, value in case.items() if isinstance(value, torch.Tensor)}
-                for case in (one, other)
-            ]
-            assert shapes[0] == shapes[1]
-            same = [torch.equal(one[name].float(), other[name].float()) for name in shapes[0]]
-            assert not all(same)
+            pairs = list(zip(drawn_tensors(one), drawn_tensors(other), strict=True))
+            assert all((name, part.shape) == (its, like.shape) for (name, part), (its, like) in pairs)
+            assert not all(torch.equal(part.float(), like.float()) for (_, part), (_, like) in pairs)

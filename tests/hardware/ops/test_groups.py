@@ -24,6 +24,7 @@ WANTED = {
     "sampling": "softmax top_k_mask top_p_mask gumbel_top_k penalize mask",
     "moe": "route permute experts",
     "loss": "linear_cross_entropy weighted_cross_entropy token_logp",
+    "optim": "total_norm",
 }
 
 

@@ -14,6 +14,7 @@ from .linear import REFERENCE_LINEAR_OPS, LinearOps
 from .loss import REFERENCE_LOSS_OPS, LossOps
 from .moe import REFERENCE_MOE_OPS, MoeOps
 from .norm import REFERENCE_NORM_OPS, NormOps
+from .optim import REFERENCE_OPTIM_OPS, OptimOps
 from .rope import REFERENCE_ROPE_OPS, RopeOps
 from .sampling import REFERENCE_SAMPLING_OPS, SamplingOps
 from .search import REFERENCE_SEARCH_OPS, SearchOps
@@ -33,6 +34,7 @@ class PlatformOps:
     sampling: SamplingOps
     moe: MoeOps
     loss: LossOps
+    optim: OptimOps
 
 
 REFERENCE_OPS = PlatformOps(
@@ -45,6 +47,7 @@ REFERENCE_OPS = PlatformOps(
     sampling=REFERENCE_SAMPLING_OPS,
     moe=REFERENCE_MOE_OPS,
     loss=REFERENCE_LOSS_OPS,
+    optim=REFERENCE_OPTIM_OPS,
 )
 
 

@@ -170,6 +170,8 @@ class _Check:
         )
         with self._raised():
             outputs, inputs = self._with_gradients(self._function, self._on_device(case))
+        if not wide_outputs:  # an operation on gradients has none itself
+            return
         lacking = [name for name in wide_outputs if name not in outputs]
         if lacking:
             yield "gradient", f"{', '.join(lacking)} has no gradient"

@@ -15,6 +15,7 @@ from ....ops import (
     REFERENCE_LOSS_OPS,
     REFERENCE_MOE_OPS,
     REFERENCE_NORM_OPS,
+    REFERENCE_OPTIM_OPS,
     REFERENCE_ROPE_OPS,
     REFERENCE_SAMPLING_OPS,
     PlatformOps,
@@ -25,6 +26,7 @@ from .kv import kv_ops
 from .linear import CUDA_LIKE_LINEAR_OPS, linear_ops
 from .loss import loss_ops
 from .norm import norm_ops
+from .optim import optim_ops
 from .rope import rope_ops
 from .search import CUDA_LIKE_SEARCH_OPS
 
@@ -35,6 +37,7 @@ CUDA_LIKE_KV_OPS = REFERENCE_KV_OPS
 CUDA_LIKE_SAMPLING_OPS = REFERENCE_SAMPLING_OPS
 CUDA_LIKE_MOE_OPS = REFERENCE_MOE_OPS
 CUDA_LIKE_LOSS_OPS = REFERENCE_LOSS_OPS
+CUDA_LIKE_OPTIM_OPS = REFERENCE_OPTIM_OPS
 
 CUDA_LIKE_OPS = PlatformOps(
     norm=CUDA_LIKE_NORM_OPS,
@@ -46,6 +49,7 @@ CUDA_LIKE_OPS = PlatformOps(
     sampling=CUDA_LIKE_SAMPLING_OPS,
     moe=CUDA_LIKE_MOE_OPS,
     loss=CUDA_LIKE_LOSS_OPS,
+    optim=CUDA_LIKE_OPTIM_OPS,
 )
 
 
@@ -63,4 +67,5 @@ def cuda_like_ops(*, triton: bool, fp8: bool) -> PlatformOps:
         kv=kv_ops(),
         search=search_ops(),
         loss=loss_ops(),
+        optim=optim_ops(),
     )
