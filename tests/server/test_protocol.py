@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ import uvicorn.server
 from processes import WORKERS, ServerProcess, eventually, fake_server
 
 from polyrec.server.context import RequestContext
-from polyrec.server.http import uvicorn_config
+from polyrec.server.http import run_loop, uvicorn_config
 from polyrec.server.metrics import ServerMetrics
 from polyrec.server.protocol import HEAD_BYTES, HttpProtocol
 from polyrec.server.rehearsal import Nowhere
@@ -152,6 +153,51 @@ def test_a_plain_answer_is_written_at_once(request_: bytes, num_writes: int, end
         assert (own.is_closed, len(uvicorns.writes) > len(own.writes)) == (uvicorns.is_closed, is_plain)
 
     asyncio.run(run())
+
+
+async def large(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with more than any socket takes at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(LARGE))]})
+    await send({"type": "http.response.body", "body": LARGE})
+
+
+LARGE = bytes(range(256)) * (1 << 16)
+
+
+@pytest.mark.parametrize("taken", [None, BlockingIOError, TimeoutError, 5, 1000])
+@pytest.mark.parametrize("run_in_loop", [asyncio.run, run_loop], ids=["asyncio", "uvloop"])
+def test_an_answer_of_which_the_socket_takes_a_part(
+    monkeypatch: pytest.MonkeyPatch, run_in_loop: Callable[..., Any], taken: int | type[OSError] | None
+) -> None:
+    """The rest follows, and the next answer after it. taken: bytes of each, or how it refuses (None: as it is)."""
+
+    def write(to: int, both: tuple[bytes, bytes]) -> int:
+        if isinstance(taken, int):
+            return os.write(to, b"".join(both)[:taken])
+        assert taken is not None
+        raise taken
+
+    if taken is not None:
+        monkeypatch.setattr(os, "writev", write)
+
+    async def run() -> None:
+        config = uvicorn_config(RequestContext(large, ServerMetrics(ServerState("model"), 1)), ServerSettings())
+        config.load()
+        loop, state = asyncio.get_running_loop(), uvicorn.server.ServerState()
+        served = await loop.create_server(lambda: HttpProtocol(config, state, {}, loop), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*served.sockets[0].getsockname()[:2])
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await asyncio.sleep(0.05)
+            await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(len(LARGE)) == LARGE
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.transport.abort()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.05)
+        assert not state.connections
+        served.close()
+
+    run_in_loop(run())
 
 
 def test_of_pipelined_requests_each_has_its_answer(server: ServerProcess) -> None:

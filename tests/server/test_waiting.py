@@ -14,6 +14,7 @@ from polyrec.core.errors import RequestError
 from polyrec.server import app, waiting
 from polyrec.server.http import run_loop
 from polyrec.server.metrics import ServerMetrics
+from polyrec.server.protocol import WHOLE
 from polyrec.server.state import ServerState
 from polyrec.server.waiting import Deadline, read_body
 
@@ -132,3 +133,20 @@ def test_an_answer_counts_whether_its_client_is_still_there(run_in_loop, is_ther
         with pytest.raises(RuntimeError, match="closed"):
             run_in_loop(run())
         assert noted == ["http.response.start", "noted"]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_an_answer_goes_in_few_steps_where_the_connection_takes_it(takes: bool) -> None:
+    given, sent = list[tuple[Any, bytes]](), list[str]()
+
+    def answer_whole(scope: Any, headers: Any, body: bytes) -> bool:
+        given.append((dict(headers), body))
+        return takes
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["type"])
+
+    scope = {"type": "http", "extensions": {WHOLE: answer_whole}}
+    asyncio.run(app.Noted(b"{}", "application/json", lambda: sent.append("noted"))(scope, None, send))  # type: ignore[arg-type]
+    assert given == [({b"content-length": b"2", b"content-type": b"application/json"}, b"{}")]
+    assert sent == (["noted"] if takes else ["http.response.start", "http.response.body", "noted"])

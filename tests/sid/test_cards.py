@@ -31,21 +31,36 @@ def test_any_text_comes_back(item_id, name):
     assert read(card) == {"item_id": item_id, "sid": "<s_a_1>", "name": name}
 
 
+@pytest.mark.parametrize("widest", [8, 60, 512])
 @pytest.mark.parametrize("at_once", [1, 5, 100])
-def test_each_leaf_has_its_item_s_card(monkeypatch, at_once):
+def test_each_leaf_has_its_item_s_card(monkeypatch, at_once, widest):
+    """Whether all are too long to be laid out, some, or only the longest."""
     monkeypatch.setattr(cards_module, "_BUILT_AT_ONCE", at_once)
+    monkeypatch.setattr(cards_module, "_WIDEST", widest)
     rng = np.random.default_rng(0)
     names = [*ODD, None, *map(str, range(20))]
     codes = rng.permutation(np.stack(np.unravel_index(np.arange(len(names)), (5, 5, 5)), axis=1)) * 3
     catalog = Catalog([f"id {text}{row}" for row, text in enumerate(names)], codes, names, np.zeros(len(names)))
     layout = SidLayout.contiguous((16, 16, 16), 0)
     assert len(catalog.cards) == len(names)
+    assert (len(catalog.cards.long) == len(names), len(catalog.cards.long) == 0) == (widest == 8, widest == 512)
     leaves = rng.permutation(len(names))
     for leaf, card in zip(leaves, catalog.cards.taken(leaves), strict=True):
         row = int(catalog.trie.rows[leaf])
         sid = layout.text(catalog.codes[row])
         assert read(card) == {"item_id": catalog.item_ids[row], "sid": sid, "name": catalog.names[row]}
     assert catalog.cards.taken(leaves[:0]) == []
+
+
+def test_a_few_long_names_make_no_table_wide():
+    names = ["short"] * 199 + ["long" * 200]
+    catalog = Catalog([*map(str, range(200))], np.arange(200)[:, None], names, np.zeros(200))
+    assert catalog.cards.laid.shape[1] < 100
+    assert [read(card)["name"] for card in catalog.cards.taken(np.array([199, 0, 199]))] == [
+        names[199],
+        "short",
+        names[199],
+    ]
 
 
 def test_no_leaves_have_no_cards():

@@ -22,6 +22,7 @@ from .context import RequestContext
 from .faults import FaultHandlers, add_fault_handlers, retry_after
 from .metrics import ServerMetrics
 from .profile import add_profile_routes
+from .protocol import WHOLE
 from .schema import Body, ErrorAnswer, RecommendAnswer, RecommendBody, encode_answer, parse_body, parse_recommend
 from .settings import ServerSettings
 from .state import ENGINE_STOPPED, ServerState, Service
@@ -90,7 +91,7 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         prepared = await _aside(len(content), service.front.prepare, asked)
         answer = await _answer(service, prepared, request, deadline, service.front.finish_as_cards)
         timing_ms = round(deadline.elapsed * 1000, 3)
-        encoded = encode_answer(answer, request_id=request.state.request_id, timing_ms=timing_ms)
+        encoded = encode_answer(answer, request_id=request.scope["state"]["request_id"], timing_ms=timing_ms)
         return Noted(encoded, media_type="application/json", note=functools.partial(_note, request, metrics, answer))
 
     return recommend
@@ -192,7 +193,7 @@ def _ready_service(state: ServerState) -> Service:
 def _note(request: Request, metrics: ServerMetrics, answer: Recommendation | CardAnswer) -> None:
     """Counts an answer, in a moment, and leaves its figures for the log line."""
     metrics.note_later(functools.partial(_count, metrics, answer))
-    request.state.fields = {
+    request.scope["state"]["fields"] = {
         "num_items": len(answer.items),
         "num_unknown": len(answer.unknown_items),
         "source": answer.source,
@@ -200,7 +201,8 @@ def _note(request: Request, metrics: ServerMetrics, answer: Recommendation | Car
 
 
 class Noted(Response):
-    """Is noted when it is sent, so that its client need not wait for that, or when its client is gone."""
+    """Is sent in few steps where that can be. It is noted when it is sent, so that its client need not wait for that, or when
+    its client is gone."""
 
     def __init__(self, content: bytes, media_type: str, note: Callable[[], None]) -> None:
         super().__init__(content, media_type=media_type)
@@ -208,7 +210,9 @@ class Noted(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            answer_whole = scope.get("extensions", {}).get(WHOLE)
+            if answer_whole is None or not answer_whole(scope, self.raw_headers, self.body):
+                await super().__call__(scope, receive, send)
         finally:
             self._note()
 

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,14 +42,22 @@ class RequestContext:
         state["request_id"] = request_id = _request_id(scope)
         status = 500
 
+        id_header = (b"x-request-id", request_id.encode())
         answer_whole = scope.get("extensions", _NONE).get(WHOLE)
         held: Message | None = None
+
+        def answer_whole_with_id(scope: Scope, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+            nonlocal status
+            if not answer_whole(scope, (*headers, id_header), body):
+                return False
+            status = 200
+            return True
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, held
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), id_header]
                 if status == 200 and answer_whole is not None:
                     held = message  # until it is known whether all else comes at once
                     return
@@ -59,6 +68,8 @@ class RequestContext:
                 await send(start)
             await send(message)
 
+        if answer_whole is not None:
+            scope["extensions"][WHOLE] = answer_whole_with_id
         self._metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send_with_id)

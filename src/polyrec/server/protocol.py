@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +31,13 @@ class HttpProtocol(HttpToolsProtocol):
         # Of the reads since the last that ended a head or a message or held some of a body: the parser may keep all of it. So
         # the ends of chunked bodies are bounded as well.
         self._kept_bytes = 0
+        self._own_socket: int | None = None  # where this class may write to it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        socket = transport.get_extra_info("socket")
+        if socket is not None and self.scheme == "http" and hasattr(os, "writev"):
+            self._own_socket = socket.fileno()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -61,12 +70,22 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             return False
         lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
-        self.transport.write(b"".join((STATUS_LINE[200], *lines, b"\r\n", body)))
+        self._write_now(b"".join((STATUS_LINE[200], *lines, b"\r\n")), body)
         cycle.response_started = cycle.response_complete = True
         cycle.waiting_for_100_continue = False
         cycle.message_event.set()
         cycle.on_response()
         return True
+
+    def _write_now(self, head: bytes, body: bytes) -> None:
+        """uvloop would send it when this turn of its own is over, and both would have to be joined."""
+        transport = self.transport
+        if self._own_socket is None or transport.is_closing() or transport.get_write_buffer_size():
+            transport.write(head + body)
+            return
+        sent = _sent_now(self._own_socket, head, body)
+        if sent < len(head) + len(body):
+            transport.write((head + body)[sent:])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -125,3 +144,11 @@ class HttpProtocol(HttpToolsProtocol):
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + message.encode())
         self.transport.close()
+
+
+def _sent_now(socket: int, head: bytes, body: bytes) -> int:
+    """How many bytes of both the socket took. Whatever is wrong with it the transport will find too, and knows what to do."""
+    try:
+        return os.writev(socket, (head, body))
+    except OSError:
+        return 0

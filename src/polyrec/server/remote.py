@@ -14,6 +14,7 @@ from prometheus_client import Metric
 
 from ..core.awake import ANSWER_S, NEXT_S
 from ..core.errors import RequestError
+from .at_once import AtOnce
 from .awake import Awake
 from .channel import Answers, Ask, AskMetrics, Cancel, Profile, Status
 
@@ -39,7 +40,7 @@ class RemoteLoop:
         self.status = Status("starting", False, 0, {})
         self._channel: Sender | None = None
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, AtOnce[Any]] = {}
         self._lone: tuple[int, float] | None = None  # the search that is all that is waited for, and since when
         self._took = 0.0  # seconds that the last such answer took
 
@@ -64,7 +65,7 @@ class RemoteLoop:
         return await self._ask(AskMetrics)
 
     def take(self, message: Answers) -> None:
-        """Gives answers to who waits for them."""
+        """Gives answers to who waits for them, who then goes on before this returns."""
         self.status = message.status or self.status
         for number, result in message.results:
             future = self._asked.get(number)
@@ -73,7 +74,7 @@ class RemoteLoop:
             if isinstance(result, BaseException):
                 future.set_exception(result)
             else:
-                future.set_result(result)
+                future.give(result)
 
     def close(self) -> None:
         """The engine's process is gone."""
@@ -107,10 +108,10 @@ class RemoteLoop:
         if self._channel is None:
             raise RequestError("stopping", "The server is stopping.", "Ask another one.", status=503)
         number = next(self._numbers)
-        future = asyncio.get_running_loop().create_future()
+        self._channel.send(message(number))  # first: all else is done while the engine has it
+        future: AtOnce[Any] = AtOnce(asyncio.get_running_loop())
         self._asked[number] = future
         future.add_done_callback(functools.partial(self._forget, number))
-        self._channel.send(message(number))
         if self._awake is not None:  # of several, one finds the others' caches warm, and the core is wanted for work
             self._awake.stay(ANSWER_S if len(self._asked) == 1 else 0.0)
         self._lone = None

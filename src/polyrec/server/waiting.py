@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from fastapi import Request
 
 from ..core.errors import RequestError
+from .at_once import done_within
 
 T = TypeVar("T")
 _LISTEN_AFTER = 0.02  # seconds of waiting after which a client's leaving is listened for: it takes a task of its own
@@ -73,7 +74,7 @@ async def wait_answer(future: Future[T] | asyncio.Future[T], request: Request, d
     answer = asyncio.wrap_future(future)
     leaving: asyncio.Future[Any] | None = None
     try:
-        await asyncio.wait([answer], timeout=min(deadline.left, _LISTEN_AFTER))
+        await done_within(answer, min(deadline.left, _LISTEN_AFTER))
         if not answer.done():
             leaving = asyncio.ensure_future(request.receive())
             both: set[asyncio.Future[Any]] = {answer, leaving}
@@ -93,7 +94,8 @@ async def wait_answer(future: Future[T] | asyncio.Future[T], request: Request, d
     finally:
         if leaving is not None:
             leaving.cancel()
-        answer.cancel()  # reaches the engine's future too; without effect on one that is done
+        if not answer.done():
+            answer.cancel()  # reaches the engine's future too
 
 
 def client_left() -> RequestError:

@@ -174,7 +174,7 @@ class Catalog:
 _REMEDY = "Name a folder made by `polyrec prepare` or `polyrec train`."
 _TRIE = ("first_child", "code", "level_starts", "rows")
 _STRINGS = ("data", "offsets", "missing")
-_CARDS = ("data", "offsets")
+_CARDS = ("laid", "long", "data", "offsets")
 _INDEX = ("cells", "keys", "facts")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core.files import atomic_path, file_digest
 
-MAGIC = b"PLYRMAP4"  # its number changes with what the catalog keeps: files of another one are made anew
+MAGIC = b"PLYRMAP5"  # its number changes with what the catalog keeps: files of another one are made anew
 _ALIGN = 64
 
 
