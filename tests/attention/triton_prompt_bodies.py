@@ -24,7 +24,7 @@ from polyrec.attention.triton_prompt import join_own
 from polyrec.attention.triton_work import ITEMS_OF_SEARCH, MOST_ITEMS, list_work
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
-from polyrec.hardware.base.attention import AttentionNeeds, PackedLayout, PageTable
+from polyrec.hardware.base.attention import AttentionNeeds, HeadRotation, PackedLayout, PageTable
 from polyrec.hardware.ops.linear import QuantizedRows, quantize_fp8
 from polyrec.hardware.ops.spec import FP8, TOLERANCES
 from polyrec.testing.brute_force import attend, beam_attention, within
@@ -32,6 +32,7 @@ from polyrec.testing.brute_force import attend, beam_attention, within
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 DIM, SIZE, LAYERS, SPARE = 16, 16, 2, 5  # SPARE: rows behind the last sequence
+EPS = 1e-6
 HEADS = [(2, 2), (4, 2), (4, 1)]
 # (cached, new) tokens of each request. A request is cut where its rows are few; (0, 0) is a place without a sequence.
 FEW = [(300, 9), (0, 0), (0, 12), (513, 1), (16, 20)]
@@ -302,7 +303,7 @@ class OtherReader:
 
     def __init__(self, backend, case, width):
         self.backend, self.case, self.width, self.num_calls = backend, case, width, 0
-        self.quantizes = case.needs.quantized
+        self.quantizes, self.rotates = case.needs.quantized, False
 
     def attend(self, layer, query, result, own, into):
         host, move = self.backend.runtime.to_host, self.backend.runtime.to_device
@@ -319,12 +320,38 @@ class OtherReader:
         self.num_calls += 1
 
 
+def turned_rows(backend, rows, places, rng):
+    """Query, key and value rows as they leave a product, at `places`, and what attends: normalised and rotated in float64,
+    rounded. -> the rotation, and query, key, value."""
+    weights = torch.from_numpy(rng.standard_normal((2, DIM)) + 1).to(rows[0].dtype)
+    turns = torch.tensor(places).double()[:, None] / 10 ** torch.linspace(0, 3, DIM // 2).double()
+    cos, sin = turns.cos().float(), turns.sin().float()
+    turned = []
+    for part, weight in zip(rows, weights, strict=False):
+        normed = torch.nn.functional.rms_norm(part.double(), (DIM,), weight.double(), EPS)
+        first, second = normed.chunk(2, -1)
+        c, s = cos.double()[:, None], sin.double()[:, None]
+        turned.append(torch.cat([first * c - second * s, second * c + first * s], -1).to(part.dtype))
+    move = backend.runtime.to_device
+    return HeadRotation(*map(move, (*weights, cos, sin)), EPS), (*turned, rows[2])
+
+
 def search(
-    backend, lengths, widths, *, paged=True, heads=(4, 2), dtype=torch.float32, cache_dtype=None, others=None, **more
+    backend,
+    lengths,
+    widths,
+    *,
+    paged=True,
+    heads=(4, 2),
+    dtype=torch.float32,
+    cache_dtype=None,
+    others=None,
+    turns=False,
+    **more,
 ):
     """Passes of `widths` beams of requests whose prompts have `lengths` tokens; 0: a place without a request.
 
-    others: another reader is put into it, and reads the prompts of passes over the most beams.
+    others: another reader is put into it, and reads the prompts of passes over the most beams. turns: plans rotate.
     """
     case = draw(backend, [(0, length) for length in lengths], heads, dtype=dtype, cache_dtype=cache_dtype, **more)
     move, needs, rng = backend.runtime.to_device, case.needs, np.random.default_rng(1)
@@ -351,7 +378,15 @@ def search(
         own = fused.split((heads[0], heads[1], heads[1]), 1)
         last = number == len(widths) - 1
         plan = walk.step(move(torch.tensor(paths, dtype=torch.int64).reshape(count, number)), last=last)
-        found = plan.run(layer, *move(fused).split((heads[0], heads[1], heads[1]), 1))
+        given = move(fused).split((heads[0], heads[1], heads[1]), 1)
+        if turns:
+            assert plan.rotates
+            rotation, own = turned_rows(
+                backend, own, [length + number for length in lengths for _ in range(width)], rng
+            )
+            found = plan.run_product(layer, *given, rotation)
+        else:
+            found = plan.run(layer, *given)
         if isinstance(found, QuantizedRows):
             result.found.append(QuantizedRows(*map(backend.runtime.to_host, found)))
         else:
@@ -402,6 +437,34 @@ def test_quantised_beams(backend, heads, widths, others, dtype):
         else:
             assert others
             assert width < max(widths), "of fewer beams, which our reader reads without cutting"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "widths", "more"),
+    [
+        ((2, 2), (2, 6, 6), {}),
+        ((4, 2), (20, 20), {}),
+        ((4, 1), (40, 40, 3), {"window": 100}),
+        ((6, 3), (3, 3), {"soft_cap": 1.5}),
+    ],
+)
+def test_plans_rotate_what_leaves_the_product(backend, heads, widths, more, dtype):
+    """Queries in the kernel that reads prompts, in tiles of 16 to 128 rows; keys where parts are merged, which keeps them."""
+    check_search(search(backend, (513, 0, 30), widths, heads=heads, dtype=dtype, turns=True, **more), dtype)
+
+
+def test_plans_rotate_where_they_quantise(backend):
+    plain, found = (search(backend, (513, 30), (5, 5), turns=True, quantized=quantized) for quantized in (False, True))
+    for rows, expected in zip(found.found, plain.found, strict=True):
+        check_quantized(rows, expected)
+
+
+def test_plans_that_cut_no_prompt_do_not_rotate(backend):
+    case = draw(backend, [(0, 40)] * 40, (4, 2))
+    walk = TritonAttention(case.needs, backend.ops).search(case.layout, case.cache, width=6, num_kept=1)
+    ancestors = backend.runtime.to_device(torch.zeros((240, 0), dtype=torch.int64))
+    assert not walk.step(ancestors, last=False).rotates
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

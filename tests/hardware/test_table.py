@@ -15,7 +15,7 @@ from polyrec.hardware.ops import REFERENCE_OPS, partial_ops
 from polyrec.hardware.ops.norm import NormOps, add_rms_norm, rms_norm
 from polyrec.hardware.ops.spec import MISSING, Missing, group_specs, op_claims, partial_group
 from polyrec.hardware.plugin.source import PluginSource
-from polyrec.hardware.table import Replacement, all_specs, fuses, implementation_name, resolve
+from polyrec.hardware.table import Replacement, all_specs, fuses, implementation_name, is_replaced, resolve
 
 SOURCE = PluginSource("fast", "fast-dist", "1.2.3")
 
@@ -151,6 +151,20 @@ def test_who_fuses(own, plugins, expected):
     ops = with_norm(add_rms_norm=MISSING if own is MISSING else fused if own else add_rms_norm)
     given = {field: Replacement(getattr(REFERENCE_OPS.norm, field.partition(".")[2]), SOURCE) for field in plugins}
     assert fuses(table(ops, given), "norm.add_rms_norm") is expected
+
+
+@pytest.mark.parametrize(
+    ("plugins", "expected"),
+    [
+        ((), False),
+        (("norm.rms_norm",), True),
+        (("norm.add_rms_norm",), True),
+        (("norm.layer_norm",), False),
+    ],
+)
+def test_what_a_plugin_replaces(plugins, expected):
+    given = {field: Replacement(getattr(REFERENCE_OPS.norm, field.partition(".")[2]), SOURCE) for field in plugins}
+    assert is_replaced(table(REFERENCE_OPS, given), "norm.add_rms_norm") is expected
 
 
 def test_a_decomposition_whose_parts_are_missing_is_absent_and_refuses_when_called():

@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from polyrec.hardware.base.attention import AttentionPlan
 from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.layers.attention import Attention
+from polyrec.layers.choices import LayerChoices
 from polyrec.layers.linear import Linear
 from polyrec.layers.mlp import GatedMLP
 from polyrec.layers.norm import RMSNorm
@@ -123,6 +124,38 @@ class RecordingPlan(AttentionPlan):
     def run(self, layer, query, key, value):
         self.seen = (layer, query, key, value)
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).flatten(1)
+
+
+class RotatingPlan(RecordingPlan):
+    """Turns queries and keys itself."""
+
+    rotates = True
+
+    def run_product(self, layer, query, key, value, rotation):
+        self.rotation = rotation
+        weights = rotation.query_weight, rotation.key_weight
+        turned = REFERENCE_OPS.rope.qk_norm_rotary(query, key, *weights, rotation.cos, rotation.sin, rotation.eps)
+        return self.run(layer, *turned, value)
+
+
+@pytest.mark.parametrize(
+    ("choices", "leaves"),
+    [
+        (LayerChoices(), True),
+        (LayerChoices(fused_qk_rope_kv=False), False),
+        (LayerChoices(rope_is_replaced=True), False),
+    ],
+)
+def test_attention_block_leaves_rotation_to_a_plan_that_does_it(choices, leaves):
+    torch.manual_seed(4)
+    block = Attention(0, 12, 4, 2, 6, eps=1e-6, bias=True, ops=REFERENCE_OPS, choices=choices)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    x, plan, apart = torch.randn(5, 12), RotatingPlan(), RecordingPlan()
+    angles = RotaryAngles(6, 1e4)(torch.arange(5))
+    torch.testing.assert_close(block(x, angles, plan), block(x, angles, apart), rtol=0, atol=0)
+    assert all(torch.equal(one, other) for one, other in zip(plan.seen[1:], apart.seen[1:], strict=True))
+    assert hasattr(plan, "rotation") == leaves
 
 
 def test_attention_block_asks_its_plan():

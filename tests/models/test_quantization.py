@@ -16,10 +16,12 @@ from polyrec.attention.layout import packed_layout
 from polyrec.attention.sdpa import PackedPlan
 from polyrec.core.errors import CheckpointError, PolyrecError
 from polyrec.hardware import HardwareConfig, build_hardware_backend
+from polyrec.hardware.ops import REFERENCE_OPS
 from polyrec.hardware.ops.linear import QuantizedRows, quantize_fp8
 from polyrec.hardware.ops.norm import mm_add_rms_norm_fp8
 from polyrec.hardware.ops.spec import MISSING
-from polyrec.hardware.table import resolve
+from polyrec.hardware.plugin.source import PluginSource
+from polyrec.hardware.table import Replacement, resolve
 from polyrec.layers.linear import Fp8BlockLinear, Fp8Linear, Linear
 from polyrec.models import checkpoint
 from polyrec.models.options import ModelOptions
@@ -367,6 +369,33 @@ def test_a_product_and_the_norm_after_it_are_one_operation_where_the_platform_ha
     apart = loaded(tmp_path, backend=backend, dtype=dtype, quantization="fp8", enable_fused_rms_fp8=False)
     hidden_states(apart, rows)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "leaves"), [(None, True), ("kv.write", False), ("rope.rotary", False), ("norm.rms_norm", False)]
+)
+def test_no_plan_passes_over_a_plugins_part_of_the_rotation(tmp_path, field, leaves):
+    write(tmp_path)
+    backend = accelerator()
+    if field is not None:
+        group, _, name = field.partition(".")
+        operation = Replacement(
+            getattr(getattr(REFERENCE_OPS, group), name), PluginSource("fast", "fast-dist", "1.2.3")
+        )
+        backend.table = resolve(Accelerator, backend.ops, {field: operation}, "warn", "infer")
+    given, plan = [], PackedPlan(packed_layout(torch.tensor([9])))
+
+    class Rotates(type(plan)):
+        rotates = True
+
+        def run_product(self, layer, query, key, value, rotation):
+            given.append(layer)
+            return query.flatten(1)
+
+    plan.__class__ = Rotates
+    with torch.inference_mode():
+        loaded(tmp_path, backend=backend)(torch.arange(9), torch.arange(9), plan)
+    assert given == ([0, 1] if leaves else [])
 
 
 @pytest.mark.parametrize("off", ["enable_fused_rms_fp8", "enable_fused_silu_fp8", "enable_fused_qk_rope_kv"])

@@ -199,6 +199,11 @@ class SlotReader:
         self._top = torch.empty((slot.num_rows, needs.num_heads), dtype=torch.float32, device=cache.layer(0)[0].device)
 
     @property
+    def rotates(self) -> bool:
+        """FlashInfer takes queries that are rotated."""
+        return False
+
+    @property
     def quantizes(self) -> bool:
         return quantizes(self._needs)
 

@@ -17,6 +17,7 @@ from ..hardware.base.attention import (
     AttentionNeeds,
     AttentionPlan,
     AttentionSupport,
+    HeadRotation,
     KeyValueCache,
     PackedLayout,
     SearchAttention,
@@ -204,9 +205,23 @@ class BeamPlan(AttentionPlan):
         return self.run_written(layer, query, key, value)
 
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
+        return self._run(layer, query, key, value, None)
+
+    @property
+    def rotates(self) -> bool:
+        return self._reader.rotates
+
+    def run_product(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: HeadRotation
+    ) -> Tensor | QuantizedRows:
+        return self._run(layer, query, key, value, rotation)
+
+    def _run(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: HeadRotation | None
+    ) -> Tensor | QuantizedRows:
         search, (rows, heads, dim) = self._search, query.shape
         result = torch.empty((rows, heads * dim), dtype=query.dtype, device=query.device)
-        own = OwnTokens(key, value, search.suffix_keys[layer], search.suffix_values[layer], self._ancestors)
+        own = OwnTokens(key, value, search.suffix_keys[layer], search.suffix_values[layer], self._ancestors, rotation)
         into = room_for_quantized(query) if self._reader.quantizes else None
         self._reader.attend(layer, query, result, own, into)
         return result if into is None else into

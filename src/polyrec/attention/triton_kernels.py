@@ -158,13 +158,35 @@ def _item(items, item):
     )  # fmt: skip
 
 
+@triton.jit
+def rotated(x, at, inside, weight, cos, sin, eps, DIM: tl.constexpr):
+    """Heads [M, DIM] at `x` + `at` [M], normalised and rotated by a token's cos and sin [DIM / 2], rounded as they are kept;
+    what `rope.qk_norm_rotary` gives, but for the order of sums and factors."""
+    HALF: tl.constexpr = DIM // 2
+    lane = tl.arange(0, HALF)
+    low = tl.load(x + at[:, None] + lane, mask=inside[:, None], other=0.0)
+    high = tl.load(x + at[:, None] + HALF + lane, mask=inside[:, None], other=0.0)
+    low_gain, high_gain = tl.load(weight + lane).to(tl.float32), tl.load(weight + HALF + lane).to(tl.float32)
+    cosine, sine = tl.load(cos + lane).to(tl.float32), tl.load(sin + lane).to(tl.float32)
+    first, second = low.to(tl.float32), high.to(tl.float32)
+    square = tl.sum(first * first + second * second, 1)
+    inverse = tl.rsqrt(square / DIM + eps)[:, None]
+    # What a row's values are multiplied by but for its norm: a few numbers a thread, which all of its rows share.
+    turned = (
+        ((first * (low_gain * cosine) - second * (high_gain * sine)) * inverse).to(low.dtype),
+        ((second * (high_gain * cosine) + first * (low_gain * sine)) * inverse).to(low.dtype),
+    )
+    return tl.join(turned[0], turned[1]).permute(0, 2, 1).reshape(low.shape[0], DIM)
+
+
 @triton.jit(do_not_specialize=["page_row", "step_rows"])
 def prompt_kernel(
     query, keys, values, result, items, count, starts, pages, part, part_top,
-    key, value, suffix_keys, suffix_values, ancestors,
-    page_row, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
+    key, value, suffix_keys, suffix_values, ancestors, q_weight, cos, sin,
+    page_row, step_rows, k_row, k_head, v_row, v_head, window, eps, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
@@ -172,7 +194,8 @@ def prompt_kernel(
     `merge_kernel`. PAGE: tokens of a page; prompt r has `pages` int32 [R, page_row]; 0: it lies in slots from starts[r] on.
     part: [rows, heads, DIM], what the span alone would give; part_top: fp32 [rows, heads], the logarithm of its softmax's sum,
     in base 2. With CUT all beams' results go there; without it they go to the result, with own tokens. Of a prompt's last
-    tokens, what is not cut goes to the result.
+    tokens, what is not cut goes to the result. ROTATE: queries are as they leave the product; a request's beams are all new in
+    the same place, so one row's cos and sin are every one's.
     """
     CAUSAL: tl.constexpr = OWN == 0
     # Spans begin with a block, and blocks with a page, where no window moves them.
@@ -190,7 +213,11 @@ def prompt_kernel(
         inside = row < num_rows
         token = first_query + row // GROUP
         head = kv_head * GROUP + row % GROUP
-        q = tl.load(query + token[:, None] * q_row + head[:, None] * q_head + lane, mask=inside[:, None], other=0.0)
+        if ROTATE:
+            turn = first_query * (DIM // 2)
+            q = rotated(query, token * q_row + head * q_head, inside, q_weight, cos + turn, sin + turn, eps, DIM)
+        else:
+            q = tl.load(query + token[:, None] * q_row + head[:, None] * q_head + lane, mask=inside[:, None], other=0.0)
         top = tl.full([ROWS], NEVER, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)

@@ -8,19 +8,20 @@ import triton
 import triton.language as tl
 
 from ..hardware.backends.cuda_like.kernels.e4m3 import scale_of, to_e4m3
-from .triton_kernels import NEVER, attend_own
+from .triton_kernels import NEVER, attend_own, rotated
 from .triton_work import FIRST_PART, PART_ROW, PART_ROWS, REQUEST_SIZE, SPANS
 
 
 @triton.jit
 def _own_tokens(
-    row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, OWN: tl.constexpr,
+    row, head, real, key, value, suffix_keys, suffix_values, ancestors, k_weight, cos, sin,
+    step_rows, k_row, k_head, v_row, v_head, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, OWN: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Keys and values [M, D] of the OWN tokens of one beam for some of its heads, of which `real` ones are there, oldest first.
 
     Earlier tokens are found through ancestors int64 [rows, OWN − 1] in suffix_keys, suffix_values [steps, step_rows, kv heads,
-    DIM]; the new one is the row's.
+    DIM]; the new one is the row's, and with ROTATE its key is as it leaves the product.
     """
     lane = tl.arange(0, DIM)
     kv_head = (head // GROUP)[:, None]
@@ -34,7 +35,10 @@ def _own_tokens(
             k = tl.load(suffix_keys + at, mask=real[:, None], other=0.0)
             v = tl.load(suffix_values + at, mask=real[:, None], other=0.0)
         else:
-            k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0)
+            if ROTATE:
+                k = rotated(key, row * k_row + head // GROUP * k_head, real, k_weight, cos, sin, eps, DIM)
+            else:
+                k = tl.load(key + row * k_row + kv_head * k_head + lane, mask=real[:, None], other=0.0)
             v = tl.load(value + row * v_row + kv_head * v_head + lane, mask=real[:, None], other=0.0)
         keys = keys + (k,)  # type: ignore[assignment]  # noqa: RUF005
         values = values + (v,)  # type: ignore[assignment]  # noqa: RUF005
@@ -110,15 +114,18 @@ def _add_parts(
 
 @triton.jit(do_not_specialize=["step_rows", "width", "max_spans"])
 def merge_kernel(
-    query, key, value, part, part_top, requests, owner, suffix_keys, suffix_values, ancestors, result,
-    quantized, scales, width, max_spans, step_rows, k_row, k_head, v_row, v_head, window, scale, soft_cap, q_row, q_head,
+    query, key, value, part, part_top, requests, owner, suffix_keys, suffix_values, ancestors,
+    q_weight, k_weight, cos, sin, result, quantized, scales,
+    width, max_spans, step_rows, k_row, k_head, v_row, v_head, window, eps, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
     OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, QUANTIZED: tl.constexpr,
+    ROTATE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. Own
     tokens: as of `_own_tokens`, each request having `width` rows. OWN 0: the row is no beam; if its prompt was not cut, it has
     its result already. part, part_top: as of `prompt_kernel`, of at most max_spans spans. QUANTIZED: all rows go to `quantized`
-    e4m3 [rows, heads · D] and `scales` [rows]; BLOCK has all heads then.
+    e4m3 [rows, heads · D] and `scales` [rows]; BLOCK has all heads then. ROTATE: queries and new keys are as they leave the
+    product; with KEEP new keys and values are left in the suffix, as those of this step.
 
     A program does little, so what it costs is trips to memory one after another: all that depends on nothing is loaded first.
     A beam's spans lie where their numbers say, so the first ones are loaded before it is known how many there are.
@@ -134,10 +141,15 @@ def merge_kernel(
         num_spans = tl.load(requests + request * REQUEST_SIZE + SPANS)
         first, num_rows = row, tl.num_programs(0).to(tl.int64)
         known = max_spans
-        q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
+        cos += row * (DIM // 2)
+        sin += row * (DIM // 2)
+        if ROTATE:
+            q = rotated(query, row * q_row + head * q_head, real, q_weight, cos, sin, eps, DIM)
+        else:
+            q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
         keys, values = _own_tokens(
-            row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
-            HEADS, GROUP, DIM, OWN,
+            row, head, real, key, value, suffix_keys, suffix_values, ancestors, k_weight, cos, sin,
+            step_rows, k_row, k_head, v_row, v_head, eps, HEADS, GROUP, DIM, OWN, ROTATE,
         )  # fmt: skip
     else:
         request = tl.load(owner + row)
@@ -178,6 +190,11 @@ def merge_kernel(
         top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, window, OWN, CAPPED, WINDOWED)
     total = tl.where(real, total, 1.0)
     merged = acc * (1.0 / total)[:, None]
+    if KEEP:  # each head of a group has its key and value, and the first one's are kept
+        place = (((OWN - 1) * step_rows + row) * (HEADS // GROUP) + head // GROUP)[:, None] * DIM + lane
+        kept = (real & (head % GROUP == 0))[:, None]
+        tl.store(suffix_keys + place, keys[OWN - 1], mask=kept)
+        tl.store(suffix_values + place, values[OWN - 1], mask=kept)
     if QUANTIZED:
         _store_row(merged, quantized, scales, row, to, real, result.dtype.element_ty)
     else:
@@ -204,8 +221,8 @@ def join_own_kernel(
     to = (row * HEADS + head[:, None]) * DIM + lane
     q = tl.load(query + row * q_row + head[:, None] * q_head + lane, mask=real[:, None], other=0.0)
     keys, values = _own_tokens(
-        row, head, real, key, value, suffix_keys, suffix_values, ancestors, step_rows, k_row, k_head, v_row, v_head,
-        HEADS, GROUP, DIM, OWN,
+        row, head, real, key, value, suffix_keys, suffix_values, ancestors, key, key, key,
+        step_rows, k_row, k_head, v_row, v_head, 0.0, HEADS, GROUP, DIM, OWN, False,
     )  # fmt: skip
     acc = tl.load(result + to, mask=real[:, None], other=0.0).to(tl.float32)
     top = tl.load(prompt_top + row * HEADS + head, mask=real, other=0.0)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..hardware.base.attention import AttentionNeeds, KeyValueCache, PackedLayout
+from ..hardware.base.attention import AttentionNeeds, HeadRotation, KeyValueCache, PackedLayout
 from ..hardware.ops.linear import QuantizedRows
 from ..hardware.ops.spec import FP8
 from . import triton_kernels as kernels
@@ -27,17 +27,24 @@ JOINED_AT_ONCE = 16  # heads of one program that joins own tokens: 16 numbers of
 
 class OwnTokens(NamedTuple):
     """key, value [rows, kv heads, D] of beams' new tokens; suffix_keys, suffix_values [passes, rows, kv heads, D] of their
-    earlier ones, which ancestors int64 [rows, passes so far] finds."""
+    earlier ones, which ancestors int64 [rows, passes so far] finds. rotation: what is still to be done to queries and new keys,
+    which are as they leave the product; the new ones then go to the suffix too, if it has room for this pass."""
 
     key: Tensor
     value: Tensor
     suffix_keys: Tensor
     suffix_values: Tensor
     ancestors: Tensor
+    rotation: HeadRotation | None = None
 
 
 class BeamReader(Protocol):
     """How the beams of a search, all of one width, read their prompts."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether `attend` takes own tokens with a rotation."""
+        ...
 
     @property
     def quantizes(self) -> bool:
@@ -96,6 +103,11 @@ class PromptReader:
         """Whether `attend` can quantise: where prompts may be cut, in the kernel that merges their parts."""
         return quantizes(self.needs) and self.work.max_spans > 1
 
+    @property
+    def rotates(self) -> bool:
+        """Where prompts may be cut: the kernel that merges their parts then rotates and keeps new keys."""
+        return self._width > 0 and self.work.max_spans > 1
+
     def attend(
         self,
         layer: int,
@@ -112,13 +124,15 @@ class PromptReader:
     def _read(self, layer: int, query: Tensor, result: Tensor, own: OwnTokens | None) -> None:
         """Where nothing may be cut, and of prompts' last tokens what is not, rows of the result; others wait for `_merge`."""
         needs, work, tensors = self.needs, self.work, self._tensors(query, own)
+        rotation = tensors.rotation or no_rotation(query)
         num_programs = min(work.max_items, max(1, PROGRAMS // needs.num_kv_heads))
         kernels.prompt_kernel[(num_programs, needs.num_kv_heads)](
             query, *self._cache.layer(layer), result, work.items, work.count, *self._place,
-            self._part, self._part_top, *tensors,
-            self._page_row, *own_strides(tensors), needs.sliding_window or 0, *common(needs, query),
-            **self._sizes(own), ROWS=self._tile, KEYS=KEYS, PAGE=self._page, CUT=work.max_spans > 1,
-            num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4, num_stages=num_stages(query),
+            self._part, self._part_top, *tensors[:5], rotation.query_weight, rotation.cos, rotation.sin,
+            self._page_row, *own_strides(tensors), needs.sliding_window or 0, rotation.eps, *common(needs, query),
+            **self._sizes(own), ROTATE=tensors.rotation is not None, ROWS=self._tile, KEYS=KEYS, PAGE=self._page,
+            CUT=work.max_spans > 1, num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4,
+            num_stages=num_stages(query),
         )  # fmt: skip
 
     def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None, into: QuantizedRows | None) -> None:
@@ -135,11 +149,14 @@ class PromptReader:
             block = triton.next_power_of_2(heads)
             warps = max(1, min(8 if most > 8 else 4, heads * needs.head_dim // 256))
         quantized = into or QuantizedRows(result, result)
-        key, value, *others = tensors = self._tensors(query, own)
+        key, value, *others, turned = tensors = self._tensors(query, own)
+        rotation = turned or no_rotation(query)
         triton_merge.merge_kernel[(len(query), triton.cdiv(heads, block))](
             query, key, value, self._part, self._part_top, work.requests, work.owner,
-            *others, result, *quantized, self._width, work.max_spans, *own_strides(tensors), needs.sliding_window or 0,
-            *common(needs, query), **self._sizes(own), BLOCK=block, MOST=most, QUANTIZED=into is not None,
+            *others, *rotation[:4], result, *quantized, self._width, work.max_spans, *own_strides(tensors),
+            needs.sliding_window or 0, rotation.eps, *common(needs, query), **self._sizes(own),
+            BLOCK=block, MOST=most, QUANTIZED=into is not None, ROTATE=turned is not None,
+            KEEP=own is not None and turned is not None and own.ancestors.shape[1] < len(own.suffix_keys),
             num_warps=warps,
         )  # fmt: skip
 
@@ -159,6 +176,11 @@ def quantizes(needs: AttentionNeeds) -> bool:
 def num_stages(query: Tensor) -> int:
     """Blocks of keys and values under way at once: as many as fit beside the queries, three at most."""
     return {256: 3, 512: 2}.get(max(256, query.shape[2] * query.element_size()), 1)
+
+
+def no_rotation(query: Tensor) -> HeadRotation:
+    """Tensors that are not read."""
+    return HeadRotation(query, query, query, query, 0.0)
 
 
 def room_for_quantized(query: Tensor) -> QuantizedRows:
@@ -181,7 +203,8 @@ def join_own(
     block = triton.next_power_of_2(needs.num_heads)
     if into is None:
         block = min(JOINED_AT_ONCE, block)
-    key, value, *others = own
+    key, value, *others, rotation = own
+    assert rotation is None, "rotated by then"
     quantized = into or QuantizedRows(result, result)
     triton_merge.join_own_kernel[(len(query), triton.cdiv(needs.num_heads, block))](
         query, key, value, top, *others, result, *quantized, *own_strides(own), *common(needs, query),

@@ -124,6 +124,12 @@ def fuses(table: OpTable, field: str) -> bool:
     )
 
 
+def is_replaced(table: OpTable, field: str) -> bool:
+    """Whether a plugin's operation stands for a tier D field, or for one that it contains."""
+    parts = all_specs()[field].needs
+    return table.row(field).origin == "plugin" or any(table.row(part).origin == "plugin" for part in parts)
+
+
 def resolve(
     platform: type, ops: PlatformOps, replacements: Mapping[str, Replacement], fallback: Fallback, purpose: Purpose
 ) -> OpTable:

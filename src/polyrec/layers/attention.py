@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..hardware.base.attention import AttentionPlan, WriteTarget
+from ..hardware.base.attention import AttentionPlan, HeadRotation, WriteTarget
 from ..hardware.ops import PlatformOps
 from ..hardware.ops.linear import QuantizedRows
 from .choices import LayerChoices, decomposed
@@ -52,6 +52,7 @@ class Attention(nn.Module):
             ops.rope.qk_norm_rotary_store if fused else decomposed(ops, "rope.qk_norm_rotary_store")
         )
         self._qkv_norm_rotary = ops.rope.qkv_norm_rotary
+        self._plans_rotate = choices.plans_rotate
 
     def forward(
         self,
@@ -77,6 +78,9 @@ class Attention(nn.Module):
 
     def mix(self, product: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor | QuantizedRows:
         """What stands between the two products: norms, rotation and the plan. product [T, query | key | value] -> [T, ...]."""
+        if self._plans_rotate and plan.rotates:
+            rotation = HeadRotation(self.q_norm.weight, self.k_norm.weight, *angles, self.eps)
+            return plan.run_product(self.layer, *self._split(product), rotation)
         target = plan.target(self.layer)
         query, key, value = self._rotated(product, angles, target)
         run = plan.run if target is None else plan.run_written
@@ -92,12 +96,17 @@ class Attention(nn.Module):
         self, product: Tensor, angles: tuple[Tensor, Tensor], target: WriteTarget | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, heads, D] and keys, normalised and rotated, and values [T, kv heads, D]; the latter two in `target`."""
-        parts = product.split(self.qkv_proj.parts, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        query, key, value = self._split(product)
         norms = self.q_norm.weight, self.k_norm.weight
         if target is None:
             return *self._qk_norm_rotary(query, key, *norms, *angles, self.eps), value
         return *self._qk_norm_rotary_store(query, key, value, *norms, *angles, self.eps, *target), value
+
+    def _split(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, D], keys and values [T, kv heads, D], where they are."""
+        query, key, value = product.split(self.qkv_proj.parts, dim=-1)
+        sizes = (-1, self.head_dim)
+        return query.unflatten(-1, sizes), key.unflatten(-1, sizes), value.unflatten(-1, sizes)
 
 
 def rows_of(mixed: Tensor | QuantizedRows, rows: Tensor) -> Tensor | QuantizedRows:

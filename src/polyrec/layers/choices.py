@@ -25,7 +25,8 @@ class LayerChoices:
     each; fp8_blocks: e4m3 with a scale per 128 x 128 weights, times rows with a scale per 128 values.
     fused_rms_fp8, fused_silu_fp8: a norm or SwiGLU before such a product gives quantised rows itself. fused_mm_rms_fp8: such
     a norm also computes the product before it, which a block then leaves to it (`PendingProduct`). fused_qk_rope_kv: norms of
-    query and key, rotation and cache write are one operation. Without them the same is done by the operations that they
+    query and key, rotation and cache write are one operation, or attention's own work where that has kernels for it; not where
+    rope_is_replaced: a plugin's operation stands for one of them. Without them the same is done by the operations that they
     decompose into.
     """
 
@@ -35,6 +36,12 @@ class LayerChoices:
     fused_mm_rms_fp8: bool = True
     fused_silu_fp8: bool = True
     fused_qk_rope_kv: bool = True
+    rope_is_replaced: bool = False
+
+    @property
+    def plans_rotate(self) -> bool:
+        """Whether plans that can are left the rotation, beside the cache's write."""
+        return self.fused_qk_rope_kv and not self.rope_is_replaced
 
     @property
     def norms_quantize(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from ..core.errors import CheckpointError, HardwareError
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.ops.linear import BLOCK
-from ..hardware.table import dtype_name, fuses
+from ..hardware.table import dtype_name, fuses, is_replaced
 from ..layers.choices import LayerChoices, WeightForm
 from .options import ModelOptions
 
@@ -53,7 +53,12 @@ def choose_layers(
         fused_mm_rms_fp8=fuses(backend.table, "norm.mm_add_rms_norm_fp8"),
         fused_silu_fp8=options.enable_fused_silu_fp8,
         fused_qk_rope_kv=options.enable_fused_qk_rope_kv,
+        rope_is_replaced=any(is_replaced(backend.table, field) for field in ROTATIONS),
     )
+
+
+# What attention does itself where its kernels can.
+ROTATIONS = ("rope.qk_norm_rotary", "rope.qk_norm_rotary_store", "rope.rotary_store")
 
 
 def stored_form(values: dict[str, Any]) -> WeightForm:

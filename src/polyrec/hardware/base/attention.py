@@ -212,8 +212,24 @@ class HostPlan(ABC):
         behind them belong to none. The device's page table is the batch's by then."""
 
 
+class HeadRotation(NamedTuple):
+    """What turns a product's queries and keys into those that attend: weights of the heads' norms [D], cos and sin fp32
+    [T, D / 2], and the norms' eps."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float
+
+
 class AttentionPlan(ABC):
     """One batch's attention, for all layers."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether `run_product` is there: the platform's attention then does what its rotation would, in a launch less."""
+        return False
 
     @abstractmethod
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
@@ -230,6 +246,12 @@ class AttentionPlan(ABC):
     def run_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | QuantizedRows:
         """`run` for keys and values that are in `target(layer)` already: each is written once."""
         raise NotImplementedError(f"{type(self).__name__} names no target.")
+
+    def run_product(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: HeadRotation
+    ) -> Tensor | QuantizedRows:
+        """`run` for queries and keys as they leave the product, neither normalised nor rotated."""
+        raise NotImplementedError(f"{type(self).__name__} does not rotate.")
 
 
 class SearchAttention(ABC):
