@@ -26,8 +26,7 @@ from facts import origin
 from torch import Tensor
 
 from polyrec.hardware.backends.cuda_like import NvidiaBackend, cuda_like_ops
-from polyrec.hardware.backends.cuda_like.kernels.column_sums import column_sums
-from polyrec.hardware.backends.cuda_like.kernels.norm_backward import PROGRAMS, rms_norm_backward
+from polyrec.hardware.backends.cuda_like.kernels.norm_backward import rms_norm_backward
 from polyrec.hardware.backends.cuda_like.kernels.rotary_backward import rotate_backward
 from polyrec.hardware.backends.cuda_like.kernels.swiglu_backward import silu_and_mul_backward
 from polyrec.hardware.backends.cuda_like.kernels.total_norm import chunk_table, squares
@@ -150,8 +149,6 @@ def operations(rows: int) -> Iterator[tuple[str, Callable[[], tuple[Call, Any, i
     yield "silu_and_mul backward", lambda: swiglu_backward(rows)
     yield "add_rms_norm backward", lambda: norm_backward(rows)
     yield "qkv_norm_rotary backward", lambda: rotary_backward(rows)
-    yield "column_sums hidden", lambda: sums_of_columns(rows, HIDDEN)
-    yield "column_sums heads", lambda: sums_of_columns(rows, 2 * HEAD_DIM)
     yield "total_norm", lambda: norm_of_gradients(rows)
     yield "kv.write", lambda: write(rows)
     yield "kv.copy_pages", lambda: copy_pages(rows)
@@ -246,18 +243,6 @@ def rotary_backward(rows: int) -> tuple[Call, Any, int, int]:
         return gradient, *(by_weight.sum((0, 1)).to(product.dtype) for _, by_weight, _ in found)
 
     return call, (product, slopes), size(*parts, *slopes, *weights, cos, sin, product, *weights), 0
-
-
-def sums_of_columns(rows: int, columns: int) -> tuple[Call, Any, int, int]:
-    """Of what the backward kernels' programs leave for so many rows. Here it comes from memory, there from L2."""
-    parts = normal(min(rows, PROGRAMS), columns, dtype=torch.float32)
-
-    def call(ops: PlatformOps) -> Any:
-        if ops is not REFERENCE_OPS:
-            return column_sums(parts, parts.new_empty(columns, dtype=torch.bfloat16))
-        return parts.sum(0).to(torch.bfloat16)
-
-    return call, parts, size(parts) + 2 * columns, 0
 
 
 def norm_of_gradients(rows: int) -> tuple[Call, Any, int, int]:

@@ -1,4 +1,4 @@
-"""The gradients' norm in one launch, and sums of columns, against float64: for a device and for Triton's interpreter.
+"""The gradients' norm in one launch, against float64: for a device and for Triton's interpreter.
 
 `test_optim.py` runs this file in a process of its own, since Triton decides at its import whether to interpret.
 """
@@ -14,7 +14,6 @@ from conversions import converted
 from polyrec.hardware.backends.cpu import CpuBackend
 from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.backends.cuda_like.kernels import total_norm as kernel
-from polyrec.hardware.backends.cuda_like.kernels.column_sums import ROWS, column_sums
 from polyrec.hardware.backends.cuda_like.ops import launch, optim
 from polyrec.hardware.ops.check import check_op
 from polyrec.hardware.ops.optim import OptimOps
@@ -175,26 +174,3 @@ def test_the_host_waits_for_nothing(backend):
             torch.cuda.set_sync_debug_mode("default")
     for found, some in zip(queued, tensors, strict=True):
         close(found, some)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("size", [1, 24, 256, 2048, 1000])
-@pytest.mark.parametrize("rows", [1, 2, 33, 1024, ROWS + 5])
-def test_sums_of_columns(backend, rows, size, dtype):
-    """Of numbers that cancel for the most part, by the sum of their sizes. What stands behind the result stays."""
-    device = backend.runtime.device
-    parts = drawn(device, torch.float32, [rows * size])[0].view(rows, size)
-    out = torch.full((size + 1,), 7, dtype=dtype, device=device)
-    found = column_sums(parts, out[:-1])
-    assert found.data_ptr() == out.data_ptr()
-    exact, sizes = parts.cpu().double().sum(0), parts.cpu().double().abs().sum(0)
-    rounding = {torch.float32: 1e-7, torch.float16: 6e-4, torch.bfloat16: 4e-3}[dtype]
-    assert ((found.cpu().double() - exact).abs() <= rounding * exact.abs() + 3e-7 * sizes + 1e-7).all()
-    assert out[-1] == 7
-    assert torch.equal(found, column_sums(parts, torch.empty_like(out)[:-1])), "the same bits"
-
-
-def test_sums_of_columns_are_whole_numbers(backend):
-    """Exactly: each row once."""
-    parts = (torch.arange(ROWS * 32.0) % 61).view(ROWS, 32).to(backend.runtime.device)
-    assert torch.equal(column_sums(parts, parts.new_empty(32)).cpu(), parts.cpu().double().sum(0).float())

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .column_sums import column_sums
 from .e4m3 import store
 from .rows import stages
 
@@ -200,5 +199,5 @@ def rotate_backward(
         STAGES=stages(STAGES, step_bytes),
         num_warps=min(max(heads_tile * 2 * half_tile // 512, 1), 8),
     )
-    found = column_sums(parts.view(programs, -1), q.new_empty(2 * size, dtype=weights[0].dtype))
-    return found[:size], found[size:].to(weights[1].dtype)
+    by_q_weight, by_k_weight = parts.sum(0)
+    return by_q_weight.to(weights[0].dtype), by_k_weight.to(weights[1].dtype)
