@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -46,6 +47,24 @@ def test_answers_arrive_whole_however_they_are_cut(size):
         b"Authorization: Bearer key",
         b"Content-Length: 2",
     ]
+
+
+def test_an_answer_ends_with_its_last_byte():
+    """What the client does with it afterwards is not the server's."""
+    server = Scripted([[OK[:-1], OK[-1:]]])
+    connection, last = Connection(server.url, None, 10), []
+    more = connection._more
+
+    def slowly(end):
+        some = more(end)
+        last.append(connection.ended)
+        time.sleep(0.02)
+        return some
+
+    connection._more = slowly
+    began = time.perf_counter()
+    assert connection.ask(b"{}") == (200, b"hello")
+    assert began < connection.ended == last[-1] < time.perf_counter() - 0.02
 
 
 def test_a_closed_connection_is_opened_anew():

@@ -174,7 +174,12 @@ class TritonSearch(SearchAttention):
         kept = (needs.num_layers, num_kept, num_rows, needs.num_kv_heads, needs.head_dim)
         self.suffix_keys = torch.empty(kept, dtype=needs.dtype, device=device)
         self.suffix_values = torch.empty_like(self.suffix_keys)
-        self.rows = torch.arange(num_rows, device=device)
+        self._num_rows, self._device = num_rows, device
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [R · W], where whoever rotates writes; a plan that rotates itself needs none."""
+        return torch.arange(self._num_rows, device=self._device)
 
     def step(self, ancestors: Tensor, *, last: bool) -> AttentionPlan:
         width = len(ancestors) // self.num_requests  # the first levels of a small catalog hold fewer beams

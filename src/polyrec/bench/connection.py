@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+import time
 from urllib.parse import urlsplit
 
 _HEAD_END = b"\r\n\r\n"
@@ -16,7 +17,8 @@ _AT_ONCE = 1 << 16  # bytes; for more, the memory of each read would be mapped a
 
 
 class Connection:
-    """Sends JSON bodies to one URL and is kept open between them. timeout: seconds for each step."""
+    """Sends JSON bodies to one URL and is kept open between them. timeout: seconds for each step. ended: `time.perf_counter`
+    seconds when the last answer's last byte was there, or when it was known that there would be none."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
@@ -32,6 +34,7 @@ class Connection:
             lines.append(f"Authorization: Bearer {api_key}")
         self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
         self._socket: socket.socket | None = None
+        self.ended = 0.0
 
     def ask(self, body: bytes) -> tuple[int | None, bytes]:
         """Status and body of the answer; None and the reason when there was none."""
@@ -41,6 +44,7 @@ class Connection:
             self._socket.sendall(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
             return self._answer(self._socket)
         except (OSError, ValueError) as error:
+            self.ended = time.perf_counter()
             self.close()  # the next request opens it anew
             return None, f"{type(error).__name__}: {error}".encode()
 
@@ -58,19 +62,20 @@ class Connection:
     def _answer(self, connection: socket.socket) -> tuple[int, bytes]:
         received = bytearray()
         while (end := received.find(_HEAD_END)) < 0:
-            received += _more(connection)
+            received += self._more(connection)
         head = bytes(received[: end + 2])  # with the last line's end
         if not head.startswith(b"HTTP/1.") or (length := _LENGTH.search(head)) is None:
             raise ValueError(f"no HTTP/1 answer with a Content-Length: {head[:100]!r}")
         begin = end + len(_HEAD_END)
         while len(received) < begin + int(length[1]):
-            received += _more(connection)
+            received += self._more(connection)
         if _CLOSES.search(head):
             self.close()
         return int(head.split(None, 2)[1]), bytes(received[begin : begin + int(length[1])])
 
-
-def _more(connection: socket.socket) -> bytes:
-    if not (some := connection.recv(_AT_ONCE)):
-        raise ConnectionError("the server closed the connection")
-    return some
+    def _more(self, connection: socket.socket) -> bytes:
+        some = connection.recv(_AT_ONCE)
+        self.ended = time.perf_counter()
+        if not some:
+            raise ConnectionError("the server closed the connection")
+        return some

@@ -181,7 +181,7 @@ def _send_all(
                 connection = idle.pop() if idle else Connection(url, share.api_key, share.timeout)
             start = time.perf_counter() if due is None else origin + due[number]
             status, body = connection.ask(bodies[number])
-            answers.append((time.perf_counter() - start, status, body))
+            answers.append((connection.ended - start, status, body))
             idle.append(connection)
 
     threads = [threading.Thread(target=ask) for _ in range(min(share.clients, len(bodies)))]

@@ -54,8 +54,8 @@ def choose_batch(candidates: Sequence[Candidate], limits: BatchLimits, num_pages
     that fits beside those taken before it; one that does not fit is skipped, and later ones may fill the batch. The first
     whose pages are there is always taken, beyond the limits too (then alone). Prompts are packed: tokens count as they are.
     """
-    if not candidates:
-        return []
+    if len(candidates) <= 1:
+        return [0] if candidates and candidates[0].num_pages <= num_pages else []
     ageing = limits.ageing_tokens_per_second
     # 0.25 ms for 1,000 that wait (the engine's thread pays it once a batch), half of it these two lines.
     keys = [each.num_tokens - ageing * each.waited for each in candidates]

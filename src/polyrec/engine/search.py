@@ -79,6 +79,9 @@ class Searcher:
         self.head_weight = model.head_weight
         self.attention = attention
         self.pool = pool
+        # Where every search begins: filled once, so that one which is recorded for a single request need not do it again.
+        self._root = torch.zeros((1, 1), dtype=torch.int64, device=self.head_weight.device)
+        self._root_score = torch.zeros((1, 1), device=self.head_weight.device)
 
     @torch.inference_mode()
     def prefill(self, prompts: Prompts, after_first_layers: Callable[[], None] | None = None) -> Tensor:
@@ -122,9 +125,8 @@ class Searcher:
         return beams
 
     def _first_level(self, hidden: Tensor, inputs: SearchInputs) -> Beams:
-        root = torch.zeros((len(hidden), 1), dtype=torch.int64, device=hidden.device)
-        beams = Beams(torch.zeros((len(hidden), 1), device=hidden.device), root, root)
-        return self._step(hidden, 0, beams, inputs)
+        root = self._root.expand(len(hidden), 1)
+        return self._step(hidden, 0, Beams(self._root_score.expand(len(hidden), 1), root, root), inputs)
 
     def _next_rows(self, beams: Beams, before: PassRows | None, inputs: SearchInputs, level: int) -> PassRows:
         """What the pass before level `level` runs: the tokens just chosen. before: what the last pass ran."""
