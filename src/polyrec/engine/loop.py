@@ -284,7 +284,7 @@ class EngineLoop:
         limit = 2 * self.recommender.engine.config.limits.max_requests - self.recommender.engine.num_waiting
         if limit <= 0 and timeout:
             time.sleep(timeout)
-        while len(waiting) < limit:
+        while len(waiting) < limit and not (timeout is None and self._queue.empty()):
             try:
                 asked = self._queue.get(block=timeout is not None, timeout=timeout)
             except queue.Empty:
