@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import store
+from .swiglu import sigmoid
 
 CHUNK = 1024  # values of a program: 8 a lane, 16 bytes of each of six tensors
 
@@ -34,7 +35,7 @@ def _silu_and_mul_backward(
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     own = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
+    share = sigmoid(gate)
     silu = gate * share
     place = x_gradient + row * (2 * SIZE) + column
     store(place, own * up * (share + silu * (1.0 - share)), inside)
