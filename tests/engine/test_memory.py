@@ -16,10 +16,9 @@ from reference import random_items, tiny_model
 from polyrec.attention.sdpa import PackedPlan, SdpaAttention
 from polyrec.core.errors import PolyrecError
 from polyrec.engine import search as engine_search
-from polyrec.engine.engine import LAST_LOOK_SECONDS, LOOK_SECONDS, Engine, EngineConfig
+from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
 from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
 from polyrec.engine.inputs import Stage
-from polyrec.engine.pace import MARGIN_SECONDS
 from polyrec.engine.scheduler import BatchLimits
 from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
@@ -461,30 +460,22 @@ def test_who_comes_while_the_device_works_is_launched_when_it_is_nearly_done(bus
     assert (len(done), engine.num_waiting) == (4, 0)
 
 
-def test_who_comes_at_the_last_moment_is_launched_at_once(busy):
+def test_it_knows_when_what_it_waits_for_is_done(busy):
     engine, device = busy
-    done, coming = [], [some_request(9)]
+    seen = []
 
     def intake(seconds):
-        device.wait(seconds)
-        if coming and device.now > device.ends - 0.9 * MARGIN_SECONDS:
-            engine.submit(coming.pop(), done.append)
+        seen.append((engine.is_done, device.now >= device.ends))
+        device.now += 0.1
+        seen.append((engine.is_done, device.now >= device.ends))
 
-    engine.submit(some_request(), done.append)
-    assert engine.step(device.wait) == 1
-    engine.submit(some_request(), done.append)
-    assert engine.step(intake) == 1
-    assert device.launches == [1, 1, 1]
-    assert device.ends - 0.25 - MARGIN_SECONDS < engine._in_flight.launched < device.ends - 0.25
-
-
-def test_no_look_is_taken_where_an_answer_would_wait_for_it(busy):
-    engine, device = busy
-    looks = []
+    assert engine.is_done
     for _ in range(2):
         engine.submit(some_request(), lambda result: None)
-        engine.step(lambda seconds: looks.append(device.ends - device.now) or device.wait(seconds))
-    assert 1.01 * MARGIN_SECONDS > looks[-1] > LAST_LOOK_SECONDS, "one when it is time for the next batch"
+        engine.step(intake)
+    assert {done for done, _ in seen} == {False, True}
+    assert all(found == is_done for found, is_done in seen)
+    assert engine.is_done
 
 
 def test_a_batch_of_unknown_length_is_waited_for(busy):
@@ -507,7 +498,7 @@ def test_a_time_that_was_too_long_delays_no_answer_and_is_forgotten(busy):
     assert took[0] == 3.0
     assert max(took[1:]) <= 0.02 + LOOK_SECONDS
     rows = len(some_request().prompt) + 2 * 4
-    assert engine._pace.due(engine._pace.end(rows, 1, device.now)) < device.now + 0.03
+    assert engine._pace.due(rows, 1, device.now) < device.now + 0.03
 
 
 def test_an_idle_device_is_given_half_and_the_other_half_behind_it(busy):

@@ -33,7 +33,6 @@ from .searches import SearchRequest, SearchResult
 
 Done = Callable[[SearchResult | None], None]
 LOOK_SECONDS = 1e-3  # between two looks at whether the device is done, while requests are waited for
-LAST_LOOK_SECONDS = 4e-4  # before the device is done: longer than a rehearsal, for which an answer would wait
 
 
 class EngineConfig(Settings):
@@ -178,6 +177,12 @@ class Engine:
             waiting.done(result)
         return len(current.chosen)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is waited for, or what is waited for is done."""
+        current = self._awaited
+        return current is None or current.finished.query()
+
     def rehearse(self) -> list[tuple[SearchRequest, SearchResult]]:
         """For an intake that neither sleeps nor has anything to do: goes through the host's work on what `step` waits for once
         more, and leaves no trace. A core that waits for some milliseconds forgets code and tables, and does what comes next,
@@ -264,24 +269,19 @@ class Engine:
     def _launch_behind(self, current: InFlight, intake: Callable[[float], None] | None, *, at_once: bool) -> None:
         """Launches the batch after the current one, if there is any to launch before that ends. at_once: it waits already,
         split from the current one."""
-        end = self._pace.end(current.rows, len(current.chosen), current.launched)
-        due = None if end is None else self._pace.due(end)
+        due = self._pace.due(current.rows, len(current.chosen), current.launched)
         at_once = intake is None or (at_once and due is None)
         while True:
             chosen = self._choose()
             full = 0 < len(chosen) < len(self._waiting) or len(chosen) == self.config.limits.max_requests
-            now = time.monotonic()
-            is_time = due is not None and now >= due
+            is_time = due is not None and time.monotonic() >= due
             if chosen and (full or is_time or at_once):
                 self._in_flight = self._launch(self._recorded_part(chosen))
                 return
             # A time that is told too late must not keep anyone waiting.
-            if end is None or due is None or intake is None or current.finished.query():
+            if is_time or due is None or intake is None or current.finished.query():
                 return
-            left = (end - LAST_LOOK_SECONDS if is_time else due) - now
-            if left <= 0:
-                return
-            intake(min(left, LOOK_SECONDS))
+            intake(min(max(due - time.monotonic(), 0.0), LOOK_SECONDS))
             self._drop_expired()
 
     def _launch(self, indices: list[int]) -> InFlight | None:

@@ -207,8 +207,9 @@ class EngineLoop:
         def intake(seconds: float) -> None:
             awake = ANSWER_S - (time.perf_counter() - started)
             if len(unanswered) == 1 and awake > 0 and (outside := self._outside) is not None and outside.stays_awake:
+                until = time.perf_counter() + min(seconds, awake)
                 self._rehearse(outside)
-                stay_awake(min(seconds, awake), lambda: not self._queue.empty())
+                stay_awake(until - time.perf_counter(), lambda: engine.is_done or not self._queue.empty())
                 submit(self._collect(None))
             else:
                 submit(self._collect(seconds))

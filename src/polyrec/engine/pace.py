@@ -28,14 +28,12 @@ class Pace:
         self._seconds[kind] = mixed(self._seconds.get(kind, took), took)
         self._last_end = now
 
-    def end(self, rows: int, requests: int, launched: float) -> float | None:
-        """When the device will be done with a batch; None: no such batch was seen yet."""
+    def due(self, rows: int, requests: int, launched: float) -> float | None:
+        """When the batch behind this one must be launched for the device not to wait; None: no such batch was seen yet."""
         seconds = self._seconds.get(kind_of(rows, requests))
-        return None if seconds is None else max(launched, self._last_end) + seconds
-
-    def due(self, end: float) -> float:
-        """When the batch behind one that ends then must be launched for the device not to wait."""
-        return end - EARLIER * self._launch_seconds - MARGIN_SECONDS
+        if seconds is None:
+            return None
+        return max(launched, self._last_end) + seconds - EARLIER * self._launch_seconds - MARGIN_SECONDS
 
 
 def kind_of(rows: int, requests: int) -> tuple[int, int]:

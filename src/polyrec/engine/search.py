@@ -79,7 +79,7 @@ class Searcher:
         self.head_weight = model.head_weight
         self.attention = attention
         self.pool = pool
-        # Where every search begins: filled once, so that one which is recorded for a single request need not do it again.
+        # Where a lone search begins: filled once, so that a recorded one need not do it again.
         self._root = torch.zeros((1, 1), dtype=torch.int64, device=self.head_weight.device)
         self._root_score = torch.zeros((1, 1), device=self.head_weight.device)
 
@@ -125,8 +125,11 @@ class Searcher:
         return beams
 
     def _first_level(self, hidden: Tensor, inputs: SearchInputs) -> Beams:
-        root = self._root.expand(len(hidden), 1)
-        return self._step(hidden, 0, Beams(self._root_score.expand(len(hidden), 1), root, root), inputs)
+        root, score = self._root, self._root_score
+        if len(hidden) > 1:
+            root = torch.zeros((len(hidden), 1), dtype=torch.int64, device=hidden.device)
+            score = torch.zeros((len(hidden), 1), device=hidden.device)
+        return self._step(hidden, 0, Beams(score, root, root), inputs)
 
     def _next_rows(self, beams: Beams, before: PassRows | None, inputs: SearchInputs, level: int) -> PassRows:
         """What the pass before level `level` runs: the tokens just chosen. before: what the last pass ran."""
