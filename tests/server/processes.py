@@ -99,8 +99,13 @@ def eventually(condition: object, what: str, seconds: float = 20.0) -> None:
 
 def metric(client: httpx.Client, line: str) -> float:
     """The value of one line of /metrics, given as `name{labels}`; 0 when the line is not there."""
-    for text in client.get("/metrics").text.splitlines():
-        name, _, value = text.rpartition(" ")
+    return metric_in(client.get("/metrics").text, line)
+
+
+def metric_in(text: str, line: str) -> float:
+    """`metric` of what was read already."""
+    for each in text.splitlines():
+        name, _, value = each.rpartition(" ")
         if name == line:
             return float(value)
     return 0.0

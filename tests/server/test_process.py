@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from processes import ServerProcess, eventually, metric
+from processes import ServerProcess, eventually, metric, metric_in
 
 from polyrec.engine.recommender import Recommender
 from polyrec.testing.tiny import write_tiny_model
@@ -262,10 +262,14 @@ def test_sigterm_answers_what_is_here(folder: Path) -> None:
             answers = [pool.submit(work, number) for number in range(16)]
             # 16, and the request for /metrics itself: all have arrived.
             counted = 'polyrec_http_requests_total{endpoint="/v1/recommend",status="200"}'
-            eventually(
-                lambda: metric(client, "polyrec_http_requests_in_flight") - 1 + metric(client, counted) >= 16,
-                "all arrived",
-            )
+
+            def num_arrived() -> float:
+                text = client.get(
+                    "/metrics"
+                ).text  # once: between two looks a request would go from one count to the other
+                return metric_in(text, "polyrec_http_requests_in_flight") - 1 + metric_in(text, counted)
+
+            eventually(lambda: num_arrived() >= 16, "all arrived")
             server.terminate()
             assert [answer.result() for answer in answers] == [200] * 16
         assert server.process.wait(60) == 0

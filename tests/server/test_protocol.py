@@ -155,6 +155,52 @@ def test_a_plain_answer_is_written_at_once(request_: bytes, num_writes: int, end
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("done", [0, 1])
+def test_the_served_request_learns_that_its_client_is_gone(num: int, done: int) -> None:
+    """Whatever came behind it, which is not begun any more."""
+    begun: list[str] = []
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        assert (await receive())["type"] == "http.request"
+        if scope["path"] == "/0" and done:
+            await plain(scope, receive, send)
+            return
+        told.append((await receive())["type"])
+        await plain(scope, receive, send)  # to nobody, and no error
+
+    async def run() -> None:
+        config = uvicorn_config(app, ServerSettings())
+        config.load()
+        protocol = HttpProtocol(config, uvicorn.server.ServerState(), {}, asyncio.get_running_loop())
+        transport = Gone()
+        protocol.connection_made(transport)
+        protocol.data_received(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(num + done)))
+        await asyncio.sleep(0.01)
+        transport.is_gone = True
+        protocol.connection_lost(ConnectionResetError())
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert begun == [f"/{number}" for number in range(done + 1)]
+    assert told == ["http.disconnect"]
+
+
+class Gone(Writes):
+    """A connection that ends, and to which then nothing may be written."""
+
+    is_gone = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.is_gone, "the handler is closed"
+        super().write(data)
+
+    def is_closing(self) -> bool:
+        return self.is_gone
+
+
 async def large(scope: Any, receive: Any, send: Any) -> None:
     """Answers with more than any socket takes at once."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(LARGE))]})

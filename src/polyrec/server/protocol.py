@@ -32,12 +32,27 @@ class HttpProtocol(HttpToolsProtocol):
         # the ends of chunked bodies are bounded as well.
         self._kept_bytes = 0
         self._own_socket: int | None = None  # where this class may write to it
+        self._served: Any = (
+            None  # uvicorn's cycle of the request that is served; its `cycle` is that of the last to come
+        )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         socket = transport.get_extra_info("socket")
         if socket is not None and self.scheme == "http" and hasattr(os, "writev"):
             self._own_socket = socket.fileno()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The request that is served learns of it, whatever came behind it: else it would be answered to nobody, an error."""
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._served = self.pipeline[-1][0]  # which is begun now
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -98,6 +113,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._kept_bytes = 0
         super().on_headers_complete()
+        if self._served is None or self._served.response_complete:
+            self._served = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._kept_bytes = 0
