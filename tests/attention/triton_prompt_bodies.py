@@ -11,25 +11,21 @@ import ctypes
 import dataclasses
 import math
 import mmap
-import os
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from conversions import converted
+from conversions import INTERPRETED, backend_of_bodies, converted
 
 from polyrec.attention.triton import PackedPlan, TritonAttention, TritonSearch
 from polyrec.attention.triton_prompt import join_own
 from polyrec.attention.triton_work import ITEMS_OF_SEARCH, MOST_ITEMS, list_work
-from polyrec.hardware.backends.cpu import CpuBackend
-from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.base.attention import AttentionNeeds, HeadRotation, PackedLayout, PageTable
 from polyrec.hardware.ops.linear import QuantizedRows, quantize_fp8
 from polyrec.hardware.ops.spec import FP8, TOLERANCES
 from polyrec.testing.brute_force import attend, beam_attention, within
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 DIM, SIZE, LAYERS, SPARE = 16, 16, 2, 5  # SPARE: rows behind the last sequence
 EPS = 1e-6
@@ -70,11 +66,7 @@ def interpreter(monkeypatch):
 
 @pytest.fixture(scope="module")
 def backend():
-    if INTERPRETED:
-        return CpuBackend()
-    built = NvidiaBackend()
-    built.runtime.select(0)
-    return built
+    return backend_of_bodies()
 
 
 def draw(

@@ -1,9 +1,17 @@
-"""What stands in for a part of Triton's interpreter that is wrong. For test bodies that run there."""
+"""For test bodies that run in Triton's interpreter or on a device: the platform whose tensors they take, and what stands in for
+a part of the interpreter that is wrong."""
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
+
+from polyrec.hardware.backends.cpu import CpuBackend
+from polyrec.hardware.backends.cuda_like import NvidiaBackend
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 BY_TORCH = {
     "fp64": torch.float64,
@@ -12,6 +20,15 @@ BY_TORCH = {
     "bf16": torch.bfloat16,
     "fp8e4nv": torch.float8_e4m3fn,
 }
+
+
+def backend_of_bodies():
+    """The host's, where Triton interprets; else the first device's."""
+    if INTERPRETED:
+        return CpuBackend()
+    built = NvidiaBackend()
+    built.runtime.select(0)
+    return built
 
 
 def converted(values, source, target, rounding):

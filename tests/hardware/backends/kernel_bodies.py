@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import importlib
-import os
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from beam_bodies import beam_tests
-from conversions import converted
+from conversions import INTERPRETED, backend_of_bodies, converted
 from e4m3 import VALUES, decode
 
-from polyrec.hardware.backends.cpu import CpuBackend
-from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, NvidiaBackend, cuda_like_ops
+from polyrec.hardware.backends.cuda_like import CUDA_LIKE_OPS, cuda_like_ops
 from polyrec.hardware.backends.cuda_like.kernels.rows import rows_of
 from polyrec.hardware.backends.cuda_like.ops import beams, few_rows, launch, linear, loss
 from polyrec.hardware.backends.cuda_like.ops.launch import kernels
@@ -33,7 +31,6 @@ from polyrec.hardware.ops.check import check_op, map_arguments
 from polyrec.hardware.ops.search import Beams, NodeFilter, TrieArrays
 from polyrec.hardware.ops.spec import FP8, TOLERANCES, group_specs
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of one result against float64, in units of the rounding of its dtype.
 LOOSE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = list(LOOSE)
@@ -74,11 +71,7 @@ def interpreter(monkeypatch):
 
 @pytest.fixture(scope="module")
 def backend():
-    if INTERPRETED:
-        return CpuBackend()
-    built = NvidiaBackend()
-    built.runtime.select(0)
-    return built
+    return backend_of_bodies()
 
 
 @pytest.fixture

@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
+from conversions import INTERPRETED, backend_of_bodies
 
-from polyrec.hardware.backends.cpu import CpuBackend
-from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.backends.cuda_like.ops import loss
 from polyrec.hardware.ops.check import check_op
 from polyrec.hardware.ops.loss import LossOps
 from polyrec.hardware.ops.spec import group_specs
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OPS = loss.loss_ops()
 SHAPES = [(1, 16, 3), (37, 24, 100), (9, 8, 8200)] + (
     [] if INTERPRETED else [(1000, 2048, 30_001), (4096, 512, 176_256)]
@@ -41,11 +37,7 @@ def interpreter(monkeypatch):
 
 @pytest.fixture(scope="module")
 def backend():
-    if INTERPRETED:
-        return CpuBackend()
-    built = NvidiaBackend()
-    built.runtime.select(0)
-    return built
+    return backend_of_bodies()
 
 
 def case(device, rows, dim, classes, dtype):

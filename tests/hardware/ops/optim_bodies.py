@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from conversions import converted
+from conversions import INTERPRETED, backend_of_bodies, converted
 
-from polyrec.hardware.backends.cpu import CpuBackend
-from polyrec.hardware.backends.cuda_like import NvidiaBackend
 from polyrec.hardware.backends.cuda_like.kernels import total_norm as kernel
 from polyrec.hardware.backends.cuda_like.ops import launch, optim
 from polyrec.hardware.ops.check import check_op
@@ -20,7 +16,6 @@ from polyrec.hardware.ops.optim import OptimOps
 from polyrec.hardware.ops.optim import total_norm as reference
 from polyrec.hardware.ops.spec import FLOATS, group_specs
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EACH = kernel.BLOCK * kernel.ROUNDS
 SIZES = [1, 7, 0, 2048, EACH - 1, EACH, EACH + 1, 2 * EACH + 13, *([] if INTERPRETED else [50_000_001])]
 
@@ -39,11 +34,7 @@ def interpreter(monkeypatch):
 
 @pytest.fixture(scope="module")
 def backend():
-    if INTERPRETED:
-        return CpuBackend()
-    built = NvidiaBackend()
-    built.runtime.select(0)
-    return built
+    return backend_of_bodies()
 
 
 @pytest.fixture
