@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..hardware.backends.cuda_like.kernels.early import early
 from ..hardware.base.attention import (
     AttentionBackend,
     AttentionNeeds,
@@ -100,7 +101,7 @@ class PackedPlan(AttentionPlan):
             needs.sliding_window or 0, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             HEADS=heads, GROUP=heads // needs.num_kv_heads, DIM=dim, ROWS=tile.rows, KEYS=KEYS,
             CAPPED=needs.soft_cap is not None, WINDOWED=needs.sliding_window is not None,
-            num_warps=tile.warps, num_stages=tile.stages if query.element_size() == 2 else 1,
+            num_warps=tile.warps, num_stages=tile.stages if query.element_size() == 2 else 1, **early(),
         )  # fmt: skip
 
     # Both are made in the first layer: another plan of this kind may need neither.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..hardware.backends.cuda_like.kernels.early import let_next_begin, wait_for_earlier
 from .triton_work import (
     BEFORE,
     BEGIN,
@@ -76,9 +77,10 @@ def packed_kernel(
     query, key, value, result, items, count, scale, soft_cap, window,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (head, item): a tile of ROWS queries of a packed sequence attends causally to the sequence."""
+    wait_for_earlier(EARLY)
     if tl.program_id(1) >= tl.load(count):
         return
     at = items + tl.program_id(1) * ITEM_SIZE
@@ -118,6 +120,7 @@ def packed_kernel(
         if WINDOWED:
             seen &= row[:, None] - number[None, :] < window
         top, total, acc = _attend(q, k, v, seen, top, total, acc, scale, soft_cap, True, CAPPED)
+    let_next_begin(EARLY)
     acc *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     out = result + (token[:, None] * HEADS + head) * DIM + lane
     tl.store(out, acc.to(result.dtype.element_ty), mask=inside[:, None])
@@ -186,7 +189,7 @@ def prompt_kernel(
     page_row, step_rows, k_row, k_head, v_row, v_head, window, eps, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (every num_programs-th item, kv head): a tile of GROUP query rows a query against a span of its prompt.
 
@@ -197,6 +200,7 @@ def prompt_kernel(
     tokens, what is not cut goes to the result. ROTATE: queries are as they leave the product; a request's beams are all new in
     the same place, so one row's cos and sin are every one's.
     """
+    wait_for_earlier(EARLY)
     CAUSAL: tl.constexpr = OWN == 0
     # Spans begin with a block, and blocks with a page, where no window moves them.
     ALIGNED: tl.constexpr = PAGE > 0 and KEYS % max(PAGE, 1) == 0 and not WINDOWED
@@ -278,6 +282,9 @@ def prompt_kernel(
                 top, total, acc = attend_own(
                     q, k, v, top, total, acc, scale, soft_cap, OWN - 1 - step, window, CAPPED, WINDOWED
                 )
+        item += tl.num_programs(0)
+        if item >= bound:
+            let_next_begin(EARLY)
         acc *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         if CUT and (OWN > 0 or out >= 0):
             apart = (out.to(tl.int64) + row // GROUP) * HEADS + head
@@ -286,6 +293,5 @@ def prompt_kernel(
         else:
             to = (token * HEADS + head)[:, None] * DIM + lane
             tl.store(result + to, acc.to(result.dtype.element_ty), mask=inside[:, None])
-        item += tl.num_programs(0)
         if item < bound:
             request, tile, begin, end, out, num_rows, first_query, before = _item(items, item)

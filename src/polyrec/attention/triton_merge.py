@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..hardware.backends.cuda_like.kernels.e4m3 import scale_of, to_e4m3
+from ..hardware.backends.cuda_like.kernels.early import let_next_begin, wait_for_earlier
 from .triton_kernels import NEVER, attend_own, rotated
 from .triton_work import FIRST_PART, PART_ROW, PART_ROWS, REQUEST_SIZE, SPANS
 
@@ -119,7 +120,7 @@ def merge_kernel(
     width, max_spans, step_rows, k_row, k_head, v_row, v_head, window, eps, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
     OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, QUANTIZED: tl.constexpr,
-    ROTATE: tl.constexpr, KEEP: tl.constexpr,
+    ROTATE: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): the results of at most MOST spans of its prompt, and OWN tokens of a beam, merged. Own
     tokens: as of `_own_tokens`, each request having `width` rows. OWN 0: the row is no beam; if its prompt was not cut, it has
@@ -130,6 +131,7 @@ def merge_kernel(
     A program does little, so what it costs is trips to memory one after another: all that depends on nothing is loaded first.
     A beam's spans lie where their numbers say, so the first ones are loaded before it is known how many there are.
     """
+    wait_for_earlier(EARLY)
     AT_ONCE: tl.constexpr = 8 if MOST > 8 else MOST
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -190,6 +192,7 @@ def merge_kernel(
         top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, window, OWN, CAPPED, WINDOWED)
     total = tl.where(real, total, 1.0)
     merged = acc * (1.0 / total)[:, None]
+    let_next_begin(EARLY)
     if KEEP:  # each head of a group has its key and value, and the first one's are kept
         place = (((OWN - 1) * step_rows + row) * (HEADS // GROUP) + head // GROUP)[:, None] * DIM + lane
         kept = (real & (head % GROUP == 0))[:, None]
@@ -206,7 +209,7 @@ def join_own_kernel(
     query, key, value, prompt_top, suffix_keys, suffix_values, ancestors, result, quantized, scales,
     step_rows, k_row, k_head, v_row, v_head, scale, soft_cap, q_row, q_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr,
-    CAPPED: tl.constexpr, QUANTIZED: tl.constexpr,
+    CAPPED: tl.constexpr, QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (query row, BLOCK heads): OWN tokens of a beam joined to its prompt's result, in place, or with QUANTIZED as in
     `merge_kernel`. Own tokens: as of `_own_tokens`.
@@ -214,6 +217,7 @@ def join_own_kernel(
     prompt_top: fp32 [rows, heads], the logarithm of the prompt's softmax sum in base 2: its result is what one key of that
     score, with the result for its value, would give.
     """
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = head < HEADS
@@ -229,6 +233,7 @@ def join_own_kernel(
     total = tl.full([BLOCK], 1.0, tl.float32)
     top, total, acc = _attend_path(q, keys, values, top, total, acc, scale, soft_cap, 0, OWN, CAPPED, False)
     joined = acc * (1.0 / total)[:, None]
+    let_next_begin(EARLY)
     if QUANTIZED:
         _store_row(joined, quantized, scales, row, to, real, result.dtype.element_ty)
     else:

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..hardware.backends.cuda_like.kernels.early import early
 from ..hardware.base.attention import AttentionNeeds, HeadRotation, KeyValueCache, PackedLayout
 from ..hardware.ops.linear import QuantizedRows
 from ..hardware.ops.spec import FP8
@@ -132,7 +133,7 @@ class PromptReader:
             self._page_row, *own_strides(tensors), needs.sliding_window or 0, rotation.eps, *common(needs, query),
             **self._sizes(own), ROTATE=tensors.rotation is not None, ROWS=self._tile, KEYS=KEYS, PAGE=self._page,
             CUT=work.max_spans > 1, num_warps=8 if self._tile > 64 or needs.head_dim > 128 else 4,
-            num_stages=num_stages(query),
+            num_stages=num_stages(query), **early(),
         )  # fmt: skip
 
     def _merge(self, query: Tensor, result: Tensor, own: OwnTokens | None, into: QuantizedRows | None) -> None:
@@ -157,7 +158,7 @@ class PromptReader:
             needs.sliding_window or 0, rotation.eps, *common(needs, query), **self._sizes(own),
             BLOCK=block, MOST=most, QUANTIZED=into is not None, ROTATE=turned is not None,
             KEEP=own is not None and turned is not None and own.ancestors.shape[1] < len(own.suffix_keys),
-            num_warps=warps,
+            num_warps=warps, **early(),
         )  # fmt: skip
 
     def _tensors(self, query: Tensor, own: OwnTokens | None) -> OwnTokens:
@@ -209,7 +210,7 @@ def join_own(
     triton_merge.join_own_kernel[(len(query), triton.cdiv(needs.num_heads, block))](
         query, key, value, top, *others, result, *quantized, *own_strides(own), *common(needs, query),
         **sizes(needs, own), BLOCK=block, QUANTIZED=into is not None,
-        num_warps=max(1, min(8, block * needs.head_dim // 512)),
+        num_warps=max(1, min(8, block * needs.head_dim // 512)), **early(),
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..hardware.backends.cuda_like.kernels.early import early, let_next_begin, wait_for_earlier
+
 MOST_ITEMS = 16  # spans · tiles that one prompt's reading is cut into: 8 kv heads then fill 128 multiprocessors
 ITEMS_OF_SEARCH = (
     32  # the same of all prompts of a search, two a multiprocessor; each is cut once where this leaves no more
@@ -103,7 +105,7 @@ def list_work(
     work_kernel[(requests,)](
         lengths, cached, work.items, work.count, work.requests, work.owner, num_rows, width, least,
         GROUP=group, TILE_ROWS=tile, MOST=most, BEAMS=width > 0, CACHED=cached is not None, CUT=least > 0,
-        BLOCK=64, num_warps=2,
+        BLOCK=64, num_warps=2, **early(),
     )  # fmt: skip
     return work
 
@@ -144,9 +146,10 @@ def _sizes(
 def work_kernel(
     lengths, cached, items, count, requests, owner, num_rows, width, least,
     GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, MOST: tl.constexpr,
-    BEAMS: tl.constexpr, CACHED: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+    BEAMS: tl.constexpr, CACHED: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per request: its items go behind those of requests before it; the last tile, which sees most, is first."""
+    wait_for_earlier(EARLY)
     request = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     first_item = request * 0
@@ -164,6 +167,7 @@ def work_kernel(
         request, request + 1, lengths, cached, width, least,
         GROUP, TILE_ROWS, MOST, BEAMS, CACHED, CUT,
     )  # fmt: skip
+    let_next_begin(EARLY)
     num_items = tiles * spans
     before = keys - rows
     if BEAMS:

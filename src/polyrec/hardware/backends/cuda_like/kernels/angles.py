@@ -6,15 +6,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .early import early, let_next_begin, wait_for_earlier
+
 BLOCK = 256  # angles of a program
 
 
 @triton.jit(do_not_specialize=["count"])
-def _angles(positions, inverse_frequency, cos, sin, count, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _angles(
+    positions, inverse_frequency, cos, sin, count, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_earlier(EARLY)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     position = tl.load(positions + place // HALF, mask=inside, other=0).to(tl.float32)
     angle = position * tl.load(inverse_frequency + place % HALF, mask=inside, other=0.0)
+    let_next_begin(EARLY)
     tl.store(cos + place, tl.cos(angle), mask=inside)
     tl.store(sin + place, tl.sin(angle), mask=inside)
 
@@ -29,5 +35,6 @@ def angles(positions: Tensor, inverse_frequency: Tensor, cos: Tensor, sin: Tenso
         cos.numel(),
         HALF=cos.shape[1],
         BLOCK=BLOCK,
+        **early(),
         enable_fp_fusion=False,  # the product is rounded before anything is taken from it
     )

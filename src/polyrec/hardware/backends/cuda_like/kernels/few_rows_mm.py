@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.few_rows import Tiling
+from .early import early, let_next_begin, wait_for_earlier
 
 SUM_COLUMNS = 512
 
@@ -21,10 +22,11 @@ SUM_COLUMNS = 512
 def few_rows_scaled_mm_kernel(
     q, q_scale, weight, weight_scale, bias, out, rows, outputs, inputs, q_stride, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
+    SPLIT: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (tile of rows, tile of columns, split) of `blocks` x DEPTH inputs -> out [rows, outputs], or with SPLIT sums
     fp32 [splits, rows, outputs]. RAGGED: the last block reaches beyond the inputs."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -55,6 +57,7 @@ def few_rows_scaled_mm_kernel(
         total = tl.dot(a, tl.trans(b), total)
         left += DEPTH
         right += DEPTH
+    let_next_begin(EARLY)
     inside = is_row & (column < outputs)[None, :]
     if SPLIT:
         out += split.to(tl.int64) * rows * outputs
@@ -106,14 +109,16 @@ def sum_of_parts(loaded, BIAS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.c
 @triton.jit(do_not_specialize=["rows"])
 def few_rows_scaled_mm_sum_kernel(
     partial, q_scale, weight_scale, bias, out, rows, outputs,
-    SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, tile of columns) -> out [rows, outputs]."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0) + tl.arange(0, 1)
     first = tl.program_id(1) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
     loaded = load_parts(partial, q_scale, weight_scale, bias, row, first, rows, outputs, SPLITS, COLUMNS)
     total = sum_of_parts(loaded, bias is not None, SPLITS, COLUMNS)
+    let_next_begin(EARLY)
     place = out + (row.to(tl.int64) * outputs)[:, None] + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(column < outputs)[None, :])
 
@@ -152,6 +157,7 @@ def few_rows_scaled_mm(
         SPLIT=splits > 1,
         RAGGED=inputs % (depth * splits) != 0,
         EXACT=exact,
+        **early(),
         num_warps=warps,
         num_stages=stages,
     )
@@ -172,5 +178,6 @@ def few_rows_scaled_mm_sum(
         outputs,
         SPLITS=splits,
         COLUMNS=SUM_COLUMNS,
+        **early(),
         num_warps=4,
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import scale_of, store, to_e4m3
+from .early import early, let_next_begin, wait_for_earlier
 from .few_rows_mm import load_parts, sum_of_parts
 from .rows import Rows, rows_of, tile
 
@@ -39,8 +40,10 @@ def _rms_norm(
     ADD: tl.constexpr,
     FP8: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """SPLITS: x is the parts' sums, fp32 [SPLITS, rows, SIZE], of a product with scales and a bias or None; 0: x is whole."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -67,6 +70,7 @@ def _rms_norm(
         value = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
     value = value * inverse[:, None] * gain
+    let_next_begin(EARLY)
     if FP8:
         own = scale_of(tl.max(tl.abs(value), 1))
         tl.store(out + place, to_e4m3(value * (1.0 / own)[:, None]), mask=inside)
@@ -143,5 +147,6 @@ def _run(
         ADD=total is not None,
         FP8=scale is not None,
         SPLITS=splits,
+        **early(),
         num_warps=warps,
     )

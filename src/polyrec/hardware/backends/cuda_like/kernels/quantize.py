@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import scale_of, to_e4m3
+from .early import early, let_next_begin, wait_for_earlier
 from .rows import rows_of, tile
 
 WHOLE = 16384  # the longest row that one program holds
@@ -25,7 +26,9 @@ def _quantize(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_earlier(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -33,6 +36,7 @@ def _quantize(
     row = row.to(tl.int64)
     value = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     own = scale_of(tl.max(tl.abs(value), 1))
+    let_next_begin(EARLY)
     tl.store(scale + row, own, mask=row < rows)
     tl.store(out + (row * SIZE)[:, None] + column[None, :], to_e4m3(value * (1.0 / own)[:, None]), mask=inside)
 
@@ -75,5 +79,6 @@ def quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
         SIZE=size,
         COLUMNS=columns,
         ROWS=rows_each,
+        **early(),
         num_warps=warps,
     )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import store
+from .early import early, let_next_begin, wait_for_earlier
 
 
 class Store(NamedTuple):
@@ -74,7 +75,9 @@ def _rotate(
     HALF_TILE: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_earlier(EARLY)
     SIZE: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_TILE)
@@ -95,6 +98,7 @@ def _rotate(
         value = _load(v + token * v_stride, v, kv_at, half, kv_inside, HALF, False)
 
     first, second = _rotated(query, cosine, sine, eps, HALF, NORM)
+    let_next_begin(EARLY)
     place = q_out + token * (HEADS * SIZE) + at
     store(place, first, inside)
     store(place + HALF, second, inside)
@@ -155,5 +159,6 @@ def rotate(
         HALF_TILE=triton.next_power_of_2(size // 2),
         NORM=weights is not None,
         STORE=kept is not None,
+        **early(),
         num_warps=min(max(triton.next_power_of_2(heads) * triton.next_power_of_2(size) // 512, 1), 8),
     )

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .bitonic import best_row, cube_of, merge_rows, sequence_of, sort_rows
+from .early import let_next_begin, wait_for_earlier
 
 NONE: tl.constexpr = tl.constexpr(-(2**63))  # below every candidate's key
 DEAD: tl.constexpr = tl.constexpr(float("-inf"))
@@ -24,9 +25,10 @@ BEAM_MASK: tl.constexpr = tl.constexpr((1 << 20) - 1)
 
 
 @triton.jit(do_not_specialize=["num_beams"])
-def count_kernel(score, node, first_child, offsets, order, begins, num_beams, LOG: tl.constexpr):
+def count_kernel(score, node, first_child, offsets, order, begins, num_beams, LOG: tl.constexpr, EARLY: tl.constexpr):
     """One program per request: beams by node -> order int32 [R, W], begins int64 [R, W] (their first children), offsets int32
     [R, W + 1] (candidates before each)."""
+    wait_for_earlier(EARLY)
     WIDTH: tl.constexpr = 1 << LOG
     request = tl.program_id(0)
     place = tl.arange(0, WIDTH)
@@ -43,6 +45,7 @@ def count_kernel(score, node, first_child, offsets, order, begins, num_beams, LO
     begin = tl.load(first_child + parent, mask=live, other=0).to(tl.int64)
     end = tl.load(first_child + parent + 1, mask=live, other=0).to(tl.int64)
     before = tl.cumsum((end - begin).to(tl.int32), 0)
+    let_next_begin(EARLY)
     tl.store(order + request * num_beams + place, beam.to(tl.int32), mask=inside)
     tl.store(begins + request * num_beams + place, begin, mask=inside)
     tl.store(offsets + request * (num_beams + 1) + 1 + place, before, mask=inside)
@@ -82,9 +85,10 @@ def _is_allowed(child, request, keys, allow, num_keys, stride, valid, KEY_STEPS:
 @triton.jit
 def children_kernel(
     logits, node, score, first_child, code, keys, allow, num_keys, stride, result, num_beams, num_codes,
-    BLOCK: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per beam: log-sum-exp over the children that the request may use -> result fp32 [R, W]."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     request = row // num_beams
     own = tl.load(node + row)
@@ -107,6 +111,7 @@ def children_kernel(
         top = higher
     highest = tl.max(top, 0)
     total = tl.sum(tl.where(top == DEAD, 0.0, total * tl.exp(top - highest)), 0)
+    let_next_begin(EARLY)
     tl.store(result + row, highest + tl.log(total))
 
 
@@ -115,10 +120,11 @@ def select_kernel(
     logits, normalizer, score, code, offsets, order, begins, keys, allow, num_keys, stride, partial,
     num_beams, num_steps, num_codes, num_splits,
     LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr,
-    SLOT_BITS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr,
+    SLOT_BITS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, split): of every num_splits-th block of 2^LOG candidates the best 2^KEEP_LOG, falling -> partial
     [R, splits, KEEP]."""
+    wait_for_earlier(EARLY)
     BLOCK: tl.constexpr = 1 << LOG
     KEEP: tl.constexpr = 1 << KEEP_LOG
     request = tl.program_id(0).to(tl.int64)
@@ -166,6 +172,7 @@ def select_kernel(
             if odd:
                 values = merge_rows(tl.maximum(best, values), True, KEEP_LOG, KEEP_LOG, KEEP_HELD)
             best = values
+    let_next_begin(EARLY)
     if split * BLOCK < total:
         partial += (request * num_splits + split) * KEEP
         tl.store(partial + sequence_of(tl.arange(0, KEEP), KEEP_LOG, KEEP_HELD), tl.reshape(best, [KEEP]))
@@ -203,8 +210,10 @@ def _best_of_lists(
 def select_in_groups_kernel(
     partial, offsets, merged, num_beams, num_splits, num_groups, share, direct, BLOCK: tl.constexpr,
     LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, CHAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, group): the best of `share` lists -> merged [R, groups, KEEP]; nothing where `direct` hold all."""
+    wait_for_earlier(EARLY)
     KEEP: tl.constexpr = 1 << KEEP_LOG
     request = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * share
@@ -214,6 +223,7 @@ def select_in_groups_kernel(
         partial += request * num_splits * KEEP
         end = tl.minimum(first + share, num_lists)
         best = _best_of_lists(partial, first, end, LOG, HELD, KEEP_LOG, KEEP_HELD, CHAIN)
+        let_next_begin(EARLY)
         merged += (request * num_groups + tl.program_id(1)) * KEEP
         tl.store(merged + sequence_of(tl.arange(0, KEEP), KEEP_LOG, KEEP_HELD), tl.reshape(best, [KEEP]))
 
@@ -223,8 +233,10 @@ def select_of_splits_kernel(
     partial, merged, offsets, order, begins, widths, out_score, out_node, out_parent,
     num_beams, width, num_splits, num_groups, share, direct, BLOCK: tl.constexpr, SLOT_BITS: tl.constexpr,
     LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr, CHAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per request: the best of all lists -> score, node and parent [R, width]; what it may not keep is dead."""
+    wait_for_earlier(EARLY)
     KEEP: tl.constexpr = 1 << KEEP_LOG
     request = tl.program_id(0).to(tl.int64)
     may_keep = tl.load(widths + request)
@@ -235,6 +247,7 @@ def select_of_splits_kernel(
         lists = merged + request * num_groups * KEEP
         num_lists = (num_lists + share - 1) // share
     best = tl.reshape(_best_of_lists(lists, 0, num_lists, LOG, HELD, KEEP_LOG, KEEP_HELD, CHAIN), [KEEP])
+    let_next_begin(EARLY)
     best = tl.gather(best, tl.arange(0, KEEP), 0)  # moved once: else Triton moves everything that is computed from it
     place = sequence_of(tl.arange(0, KEEP), KEEP_LOG, KEEP_HELD)
     kept = (best != NONE) & (place < may_keep)
@@ -254,13 +267,15 @@ def select_of_splits_kernel(
 @triton.jit(do_not_specialize=["num_rows", "width", "old_width", "level_start"])
 def next_rows_kernel(
     node, parent, ancestors, code, prompt_lengths, token_ids, positions, out,
-    num_rows, width, old_width, level_start, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, width, old_width, level_start, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK beams a program. COLUMNS: of their ancestors, `out`; one less have those of the beams that they extend."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     request = row // width
     token = tl.load(code + tl.load(node + row, mask=inside, other=0), mask=inside, other=0)
+    let_next_begin(EARLY)
     tl.store(token_ids + row, tl.maximum(token, 0).to(tl.int64) + level_start, mask=inside)
     tl.store(positions + row, tl.load(prompt_lengths + request, mask=inside, other=0) + COLUMNS, mask=inside)
     if COLUMNS > 0:
@@ -272,8 +287,9 @@ def next_rows_kernel(
 
 
 @triton.jit
-def log_sum_exp_kernel(logits, result, num_codes, BLOCK: tl.constexpr):
+def log_sum_exp_kernel(logits, result, num_codes, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program per row of fp32 [N, C] -> fp32 [N]."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([BLOCK], DEAD, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -286,4 +302,5 @@ def log_sum_exp_kernel(logits, result, num_codes, BLOCK: tl.constexpr):
         top = higher
     highest = tl.max(top, 0)
     total = tl.sum(tl.where(top == DEAD, 0.0, total * tl.exp(top - highest)), 0)
+    let_next_begin(EARLY)
     tl.store(result + row, highest + tl.log(total))

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import scale_of, store, to_e4m3
+from .early import early, let_next_begin, wait_for_earlier
 
 CHUNK = 2048  # values of a program where rows are cut
 # Values at a time of a row that one program holds: loads of 16 bytes a lane where they make whole parts, else of 8.
@@ -31,18 +32,30 @@ def _activated(x, column, inside, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+def _silu_and_mul(x, out, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < SIZE
-    store(out + row * SIZE + column, _activated(x + row * x_stride, column, inside, SIZE), inside)
+    values = _activated(x + row * x_stride, column, inside, SIZE)
+    let_next_begin(EARLY)
+    store(out + row * SIZE + column, values, inside)
 
 
 @triton.jit
 def _silu_and_mul_fp8(
-    x, out, scale, x_stride, SIZE: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr
+    x,
+    out,
+    scale,
+    x_stride,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HELD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a row, in PARTS of CHUNK values, which it holds or computes twice."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     out += row * SIZE
@@ -56,6 +69,7 @@ def _silu_and_mul_fp8(
             values = values + (_activated(x, at, at < SIZE, SIZE),)  # type: ignore[assignment]  # noqa: RUF005
             largest = tl.maximum(largest, tl.abs(values[part]))
         own = scale_of(tl.max(largest, 0))
+        let_next_begin(EARLY)
         for part in tl.static_range(PARTS):
             at = part * CHUNK + column
             tl.store(out + at, to_e4m3(values[part] * (1.0 / own)), mask=at < SIZE)
@@ -64,6 +78,7 @@ def _silu_and_mul_fp8(
             at = part * CHUNK + column
             largest = tl.maximum(largest, tl.abs(_activated(x, at, at < SIZE, SIZE)))
         own = scale_of(tl.max(largest, 0))
+        let_next_begin(EARLY)
         for part in range(PARTS):
             at = part * CHUNK + column
             tl.store(out + at, to_e4m3(_activated(x, at, at < SIZE, SIZE) * (1.0 / own)), mask=at < SIZE)
@@ -76,7 +91,13 @@ def silu_and_mul(x: Tensor, out: Tensor, scale: Tensor | None) -> None:
     if scale is None:
         chunk = min(triton.next_power_of_2(size), CHUNK)
         _silu_and_mul[(rows, triton.cdiv(size, chunk))](
-            x, out, x.stride(0), SIZE=size, CHUNK=chunk, num_warps=max(chunk // 512, 1)
+            x,
+            out,
+            x.stride(0),
+            SIZE=size,
+            CHUNK=chunk,
+            **early(),
+            num_warps=max(chunk // 512, 1),
         )
         return
     held = size <= WHOLE
@@ -91,5 +112,6 @@ def silu_and_mul(x: Tensor, out: Tensor, scale: Tensor | None) -> None:
         CHUNK=chunk,
         PARTS=triton.cdiv(size, chunk),
         HELD=held,
+        **early(),
         num_warps=max(chunk // (256 if chunk == PART and held else 128), 1),
     )

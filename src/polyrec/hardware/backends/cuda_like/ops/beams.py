@@ -41,7 +41,7 @@ def beam_step(
     fits = max(num_beams, width) <= MAX_BEAMS and log_of(num_beams) + slot_bits <= 32
     if not runs_kernel(logits) or not fits:
         return torch_beam_step(logits, normalizer, beams, trie, node_filter, widths, width)
-    search, device = kernels("search"), logits.device
+    search, early, device = kernels("search"), kernels("early").early(), logits.device
     logits, score, node = logits.contiguous(), beams.score.float().contiguous(), beams.node.contiguous()
     if node_filter is None:
         listed, filtered = (node, node, 0, 0), {"FILTERED": False, "KEY_STEPS": 0}
@@ -53,20 +53,20 @@ def beam_step(
     begins = torch.empty((requests, num_beams), dtype=torch.int64, device=device)
     search.count_kernel[(requests,)](
         score, node, trie.first_child, offsets, order, begins, num_beams, LOG=max(log_of(num_beams), 1),
-        num_warps=warps_of(num_beams),
+        **early, num_warps=warps_of(num_beams),
     )  # fmt: skip
     if normalizer is None:
         normalizer = torch.empty((requests, num_beams), dtype=torch.float32, device=device)
         search.children_kernel[(requests * num_beams,)](
             logits, node, score, trie.first_child, trie.code, *listed, normalizer, num_beams, num_codes,
-            BLOCK=256, **filtered,
+            BLOCK=256, **filtered, **early,
         )  # fmt: skip
     lists = plan_lists(requests, num_beams * num_codes, width)
     partial = torch.empty((requests, lists.splits, lists.keep), dtype=torch.int64, device=device)
     search.select_kernel[(requests, lists.splits)](
         logits, normalizer.float().contiguous(), score, trie.code, offsets, order, begins, *listed, partial,
         num_beams, log_of(num_beams), num_codes, lists.splits, SLOT_BITS=slot_bits,
-        **shape_of(lists.block, lists.keep, warps_of(lists.block)), **filtered,
+        **shape_of(lists.block, lists.keep, warps_of(lists.block)), **filtered, **early,
     )  # fmt: skip
     merged, warps = partial, warps_of(lists.keep)
     numbers = (lists.splits, lists.groups, lists.share, lists.direct)
@@ -75,7 +75,7 @@ def beam_step(
         at_once = min(lists.share, lists.at_once)
         search.select_in_groups_kernel[(requests, lists.groups)](
             partial, offsets, merged, num_beams, *numbers, BLOCK=lists.block, CHAIN=lists.share > at_once,
-            **shape_of(at_once * lists.keep, lists.keep, warps),
+            **shape_of(at_once * lists.keep, lists.keep, warps), **early,
         )  # fmt: skip
     found = Beams(
         score=torch.empty((requests, width), dtype=torch.float32, device=device),
@@ -86,7 +86,7 @@ def beam_step(
     search.select_of_splits_kernel[(requests,)](
         partial, merged, offsets, order, begins, widths, found.score, found.node, found.parent, num_beams, width, *numbers,
         BLOCK=lists.block, SLOT_BITS=slot_bits, CHAIN=lists.direct > at_once,
-        **shape_of(at_once * lists.keep, lists.keep, warps),
+        **shape_of(at_once * lists.keep, lists.keep, warps), **early,
     )  # fmt: skip
     return found
 
@@ -145,7 +145,7 @@ def next_rows(
     kernels("search").next_rows_kernel[(-(-num_rows // 128),)](
         node, parent, node if ancestors is None or not old else ancestors.contiguous(), code, prompt_lengths,
         rows.token_ids, rows.positions, rows.ancestors if columns else node, num_rows, width, old_width, level_start,
-        COLUMNS=columns, BLOCK=128,
+        COLUMNS=columns, BLOCK=128, **kernels("early").early(),
     )  # fmt: skip
     return rows
 
@@ -157,7 +157,9 @@ def restricted_log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     lse = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
-    kernels("search").log_sum_exp_kernel[(len(rows),)](logits, lse, weight.shape[0], BLOCK=2048)
+    kernels("search").log_sum_exp_kernel[(len(rows),)](
+        logits, lse, weight.shape[0], BLOCK=2048, **kernels("early").early()
+    )
     shape = hidden.shape[:-1]
     return logits.view(*shape, weight.shape[0]), lse.view(shape)
 
