@@ -38,6 +38,7 @@ def test_offline_measures_each_case_and_writes_figures_picture_and_traces(folder
     stdout, _ = bench("offline", folder, *words, "--out", out, "--plot", plot, "--profile", trace, "--json")
     facts = json.loads(out.read_text())
     assert json.loads(stdout) == facts
+    assert facts["finished"] is True
     assert [(row["items"], row["n"], row["batch"]) for row in facts["results"]] == [(9, 8, 1), (9, 8, 3), (20, 40, 2)]
     assert [row["requests"] for row in facts["results"]] == [7, 9, 8]
     for row in facts["results"]:
@@ -48,6 +49,20 @@ def test_offline_measures_each_case_and_writes_figures_picture_and_traces(folder
     names = sorted(path.name for path in tmp_path.glob("t-*.json"))
     assert names == ["t-20-40-2.json", "t-9-8-1.json", "t-9-8-3.json"]
     assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
+
+
+def test_a_run_that_is_stopped_keeps_the_cases_that_it_measured(folder, tmp_path):
+    out = tmp_path / "o.json"
+    words = ["--case", "h9:8:1:5", "--case", "h9:8:1:1000000", "--out", out]
+    command = [sys.executable, "-m", "polyrec.cli.main", "bench", "offline", folder, *words]
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = next(line for line in process.stderr if "p50_ms" in line)
+        process.kill()
+    assert told.startswith("tokens 37, n 8, batch 1, p50_ms ")
+    facts = json.loads(out.read_text())
+    assert facts["finished"] is False
+    assert [row["requests"] for row in facts["results"]] == [5]
 
 
 def test_kernels_name_where_the_time_goes(folder):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from polyrec.bench.report import COMMIT_VARIABLE, commit, origin, summary, table
+from polyrec.bench.report import COMMIT_VARIABLE, commit, line, origin, summary, table
 
 
 def test_percentiles_are_of_the_latencies_and_the_rate_is_of_the_wall_clock():
@@ -32,3 +32,7 @@ def test_the_commit_is_the_repositorys(monkeypatch):
 
 def test_tables_align():
     assert table(("a", "long"), [(1, 2.0), (None, 12345.6)]).splitlines() == ["a    long", "1    2.00", "   12,346"]
+
+
+def test_a_line_says_what_there_is():
+    assert line(("a", "b", "long"), (1, None, 2.0)) == "a 1, long 2.00"

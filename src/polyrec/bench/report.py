@@ -69,6 +69,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in texts)
 
 
+def line(columns: Sequence[str], values: Sequence[Any]) -> str:
+    """What a row of `table` says, in words of its own."""
+    return ", ".join(
+        f"{column} {text}" for column, value in zip(columns, values, strict=True) if (text := _cell(value))
+    )
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"

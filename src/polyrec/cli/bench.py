@@ -95,12 +95,6 @@ def offline(
     target = Target.read(folder)
     cases = target.cases(case or [_case(tokens, history, n, batch)])
     recommender, _ = offline.load(target, cases, run.backend, options, set or ())
-    results = []
-    for one in cases:
-        results.append(offline.run_case(recommender, target, one, one.requests or requests, warmup))
-        if profile is not None:
-            trace = profile if len(cases) == 1 else _of_case(profile, one)
-            kernels.write_trace(recommender, target, one, run.backend.runtime, trace)
     columns = (
         "tokens",
         "n",
@@ -112,7 +106,13 @@ def offline(
         "answer_ms",
         "faulty_answers",
     )
-    _finish(run.facts("offline", target, results), columns, out, plot, as_json, "batch")
+    record = _Record(run.facts("offline", target), columns, out, as_json)
+    for one in cases:
+        record.add(offline.run_case(recommender, target, one, one.requests or requests, warmup))
+        if profile is not None:
+            trace = profile if len(cases) == 1 else _of_case(profile, one)
+            kernels.write_trace(recommender, target, one, run.backend.runtime, trace)
+    record.finish(plot, "batch")
 
 
 @app.command()
@@ -152,20 +152,19 @@ def kernels(
         tflops, fp8_tflops = tflops or measured.tflops, fp8_tflops or measured.fp8_tflops
         tb_per_s = tb_per_s or measured.tb_per_s
     ceilings = Ceilings(tflops, fp8_tflops, tb_per_s)
-    results: list[dict[str, Any]] = []
-    for one in cases:
-        trace = profile if profile is None or len(cases) == 1 else profile.with_stem(f"{profile.stem}-{len(results)}")
+    columns = ("tokens", "n", "batch", "wall_ms", "busy_ms", "gaps_ms", "launches", "roofline_ms", "roofline_share")
+    record = _Record(run.facts("kernels", target) | {"ceilings": asdict(ceilings)}, columns, out, as_json)
+    for number, one in enumerate(cases):
+        trace = profile if profile is None or len(cases) == 1 else profile.with_stem(f"{profile.stem}-{number}")
         found = kernels.run_case(
             recommender, model, target, one, run.backend.runtime, ceilings, batches=batches, trace=trace
         )
-        results.append(found)
+        record.add(found)
         if not as_json:
             print(
                 table(("family", "ms", "launches", "share"), [tuple(row.values()) for row in found["families"]]), "\n"
             )
-    columns = ("tokens", "n", "batch", "wall_ms", "busy_ms", "gaps_ms", "launches", "roofline_ms", "roofline_share")
-    facts = run.facts("kernels", target, results) | {"ceilings": asdict(ceilings)}
-    _finish(facts, columns, out, None, as_json, "batch")
+    record.finish(None, "batch")
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -206,18 +205,18 @@ def serve(
     rates = [None] if rate is None else [float(value) for value in rate.split(",")]
     cases = target.cases(case or [_case(tokens, history, n, clients if rate is None else "1")])
     own = [] if profile is None else ["--profile-dir", str(profile.parent)]
+    load = "clients" if rate is None else "rate"
+    columns = ("tokens", "n", load, "requests", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     with ExitStack() as stack:
         asked, ready = _clients(stack, target, url, processes, api_key, [*own, *context.args])
-        results = []
+        facts = run.facts("serve", target) | {"ready_seconds": ready, "server_options": context.args}
+        record = _Record(facts, columns, out, as_json)
         for one, value in itertools.product(cases, rates):
-            results.append(serve.run_case(asked, one, one.requests or requests, warmup, value))
+            record.add(serve.run_case(asked, one, one.requests or requests, warmup, value))
             if profile is not None:
                 single = len(cases) * len(rates) == 1
                 serve.write_trace(asked, one, value, profile if single else _of_case(profile, one, value))
-    load = "clients" if rate is None else "rate"
-    columns = ("tokens", "n", load, "requests", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
-    facts = run.facts("serve", target, results) | {"ready_seconds": ready, "server_options": context.args}
-    _finish(facts, columns, out, plot, as_json, load)
+    record.finish(plot, load)
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -251,15 +250,15 @@ def cache(
             f"A history of {short.items} items cannot have grown by {new_items}.",
             "Ask for longer histories, or for fewer new items.",
         )
+    columns = ("visit", "tokens", "n", "clients", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     with ExitStack() as stack:
         asked, ready = _clients(stack, target, url, processes, api_key, context.args)
-        results = []
+        facts = run.facts("cache", target) | {"ready_seconds": ready, "server_options": context.args}
+        record = _Record(facts, columns, out, as_json)
         for one in cases:
             for visit, found in serve.run_returning(asked, one, one.requests or users, new_items).items():
-                results.append({"visit": visit, **found})
-    columns = ("visit", "tokens", "n", "clients", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
-    facts = run.facts("cache", target, results) | {"ready_seconds": ready, "server_options": context.args}
-    _finish(facts, columns, out, None, as_json, "clients")
+                record.add({"visit": visit, **found})
+    record.finish(None, "clients")
 
 
 class _Run:
@@ -274,10 +273,53 @@ class _Run:
             self.backend = get_hardware_backend(hardware)
         self._origin = origin(None if hardware is None else self.backend.runtime.device_name())
 
-    def facts(self, mode: str, target: Target, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """The JSON of a run."""
+    def facts(self, mode: str, target: Target) -> dict[str, Any]:
+        """What the JSON of a run says besides results."""
         model = {"folder": target.path.name, "items": len(target.catalog), "depth": target.catalog.depth}
-        return {"mode": mode, "origin": self._origin, "model": model, "results": results}
+        return {"mode": mode, "origin": self._origin, "model": model}
+
+
+class _Record:
+    """A run's results as they come: each is told, and written with those before it. A run that is stopped keeps what it has."""
+
+    def __init__(self, facts: dict[str, Any], columns: Sequence[str], out: Path | None, as_json: bool) -> None:
+        self._facts, self._columns, self._out, self._as_json = facts, columns, out, as_json
+        self._results: list[dict[str, Any]] = []
+
+    def add(self, result: dict[str, Any]) -> None:
+        """That of one more case."""
+        from ..bench.report import line
+
+        self._results.append(result)
+        self._write(finished=False)
+        _say(line(self._columns, [result.get(column) for column in self._columns]))
+
+    def finish(self, plot: Path | None, load: str) -> None:
+        """Prints and writes all; exit status 1 when an answer was wrong."""
+        from ..bench.plot import plot_load
+        from ..bench.report import table
+
+        facts = self._write(finished=True)
+        if self._as_json:
+            print(json.dumps(facts))
+        else:
+            print(table(self._columns, [[result.get(column) for column in self._columns] for result in self._results]))
+        if plot is not None:
+            plot_load(self._results, plot, load)
+        wrong = [result for result in self._results if result.get("faulty_answers")]
+        for result in wrong:
+            _say(f"{result['faulty_answers']} of {result['requests']} answers are wrong: {result['first_fault']}")
+        if wrong:
+            raise typer.Exit(1)
+
+    def _write(self, *, finished: bool) -> dict[str, Any]:
+        """To the file, if there is one."""
+        from ..core.files import write_json
+
+        facts = {**self._facts, "finished": finished, "results": self._results}
+        if self._out is not None:
+            write_json(self._out, facts)
+        return facts
 
 
 def _case(tokens: int, history: int | None, n: int, loads: str) -> str:
@@ -307,30 +349,6 @@ def _clients(
         key = [] if api_key is None else ["--api-key", api_key]
         url, ready = stack.enter_context(own_server(target.path, [*key, *options]))
     return Clients(url, target, processes, api_key), ready
-
-
-def _finish(
-    facts: dict[str, Any], columns: Sequence[str], out: Path | None, plot: Path | None, as_json: bool, load: str
-) -> None:
-    """Prints and writes; exit status 1 when an answer was wrong."""
-    from ..bench.plot import plot_load
-    from ..bench.report import table
-    from ..core.files import write_json
-
-    results = facts["results"]
-    if as_json:
-        print(json.dumps(facts))
-    else:
-        print(table(columns, [[result.get(column) for column in columns] for result in results]))
-    if out is not None:
-        write_json(out, facts)
-    if plot is not None:
-        plot_load(results, plot, load)
-    wrong = [result for result in results if result.get("faulty_answers")]
-    for result in wrong:
-        _say(f"{result['faulty_answers']} of {result['requests']} answers are wrong: {result['first_fault']}")
-    if wrong:
-        raise typer.Exit(1)
 
 
 def _say(text: str) -> None:
