@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from torch.autograd import DeviceType
 
@@ -52,18 +53,47 @@ def test_names_belong_to_families(name, family):
 
 
 @dataclass
+class Range:
+    start: float
+    end: float
+
+
+@dataclass
 class Event:
     name: str
     device_type: DeviceType
-    device_time_total: float = 0.0
+    time_range: Range
     self_cpu_time_total: float = 0.0
 
 
+def on_device(name, start, end):
+    return Event(name, DeviceType.CUDA, Range(start, end))
+
+
 def test_a_devices_kernels_count_and_the_hosts_operations_only_without_one():
-    host = [Event("aten::mm", DeviceType.CPU, 99, 7), Event("aten::mm", DeviceType.CPU, 99, 5)]
-    device = [Event("gemm", DeviceType.CUDA, 30), Event("gemm", DeviceType.CUDA, 50), Event("sync", DeviceType.CUDA, 0)]
+    host = [Event("aten::mm", DeviceType.CPU, Range(0, 99), 7), Event("aten::mm", DeviceType.CPU, Range(0, 99), 5)]
+    device = [on_device("gemm", 10, 40), on_device("gemm", 50, 100), on_device("sync", 45, 45)]
     assert kernels_of(host) == [Kernel("aten::mm", 2, 12)]
     assert kernels_of([*host, *device]) == [Kernel("gemm", 2, 80)]
+
+
+def test_time_that_two_kernels_share_is_the_earlier_ones():
+    events = [
+        on_device("late", 8, 30),
+        on_device("first", 0, 10),
+        on_device("within", 12, 20),
+        on_device("next", 35, 40),
+    ]
+    found = {kernel.name: kernel.microseconds for kernel in kernels_of(events)}
+    assert found == {"first": 10, "late": 20, "next": 5}
+
+
+def test_what_kernels_fill_is_what_they_cover():
+    random = np.random.default_rng(4)
+    starts = random.integers(0, 300, 40)
+    events = [on_device(f"k{place % 5}", start, start + random.integers(1, 30)) for place, start in enumerate(starts)]
+    covered = {tick for event in events for tick in range(int(event.time_range.start), int(event.time_range.end))}
+    assert sum(kernel.microseconds for kernel in kernels_of(events)) == len(covered)
 
 
 def test_families_share_the_time_of_a_batch():

@@ -41,7 +41,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One name: how often it ran and for how many microseconds in all."""
+    """One name: how often it ran, and the microseconds in all that it filled."""
 
     name: str
     calls: int
@@ -129,15 +129,22 @@ def write_trace(recommender: Recommender, target: Target, case: Case, runtime: R
 
 
 def kernels_of(events: Iterable[Any]) -> list[Kernel]:
-    """What ran on a device, by name; where nothing did, the host's operations, each without the time of those it calls."""
+    """What ran on a device, by name; where nothing did, the host's operations, each without the time of those it calls.
+
+    A kernel that is there before another one has ended, as those do that begin early, fills the time from that one's end on.
+    """
     events = list(events)
-    on_host = all(event.device_type == DeviceType.CPU for event in events)
+    on_device = [event for event in events if event.device_type != DeviceType.CPU]
     calls: dict[str, int] = defaultdict(int)
     spent: dict[str, float] = defaultdict(float)
-    for event in events:
-        if (event.device_type == DeviceType.CPU) == on_host:
-            calls[event.name] += 1
-            spent[event.name] += event.self_cpu_time_total if on_host else event.device_time_total
+    filled = 0.0
+    for event in sorted(on_device, key=lambda event: event.time_range.start) or events:
+        calls[event.name] += 1
+        if on_device:
+            begin, filled = max(event.time_range.start, filled), max(event.time_range.end, filled)
+            spent[event.name] += max(filled - begin, 0.0)
+        else:
+            spent[event.name] += event.self_cpu_time_total
     return [Kernel(name, calls[name], spent[name]) for name in calls if spent[name] > 0]
 
 
