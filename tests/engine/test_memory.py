@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from reference import random_items, tiny_model
 
 from polyrec.attention.sdpa import PackedPlan, SdpaAttention
-from polyrec.core.errors import PolyrecError
+from polyrec.core.errors import HardwareError, PolyrecError
 from polyrec.engine import search as engine_search
 from polyrec.engine.engine import LOOK_SECONDS, Engine, EngineConfig
 from polyrec.engine.graphs import GraphRunner, GraphSizes, up_to
@@ -327,13 +328,61 @@ def test_a_recorded_prefill_is_split_behind_its_first_layers_and_a_search_is_not
         np.testing.assert_array_equal(one.scores, other.scores)
 
 
+def test_filtered_searches_are_recorded_too_before_they_are_asked_for(parts, monkeypatch):
+    engine, told, captured = make_engine(parts, recorded=True), [], []
+    engine.record_graphs(told.append)
+    shapes = [f"search of {requests} requests, {width} beams" for requests, width in product((1, 2, 4), (4, 8))]
+    assert sorted(one for one in told if one.startswith("search")) == sorted(
+        [*shapes, *(f"{shape}, filtered" for shape in shapes)]
+    )
+    monkeypatch.setattr(engine._runner._backend.graph, "capture", lambda *arguments: captured.append(arguments))
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, LAYOUT.begin, 20) for _ in range(3)]
+    asked = [
+        request(prompts[0]),
+        request(prompts[1], 8),
+        dataclasses.replace(request(prompts[2]), excluded=np.arange(9)),
+    ]
+    found = engine.run(asked)
+    assert not captured
+    assert engine.num_unrecorded == 0
+    assert not set(found[2].leaves) & set(range(9))
+    expect_same(found, alone(parts, asked))
+
+
+def test_a_batch_that_fits_no_recorded_search_is_counted(parts):
+    """Here its filter lists more nodes than the recorded ones have room for."""
+    engine = make_engine(parts, recorded=True)
+    engine._runner._sizes = SIZES.model_copy(update={"filter_keys": 2})
+    few, many = (dataclasses.replace(request([1, 2, 3]), excluded=np.arange(count)) for count in (1, 30))
+    counts = []
+    for one in (few, many, many, few):
+        expect_same(engine.run([one]), alone(parts, [one]))
+        counts.append(engine.num_unrecorded)
+    assert counts == [0, 1, 2, 2]
+
+
+def test_an_attention_that_no_graph_can_hold_is_refused_where_graphs_are_recorded(parts, monkeypatch):
+    """And not where batches are to be launched, or nothing is recorded."""
+    model, trie, backend = parts
+    make_engine(parts).record_graphs()
+    monkeypatch.setattr(backend, "capabilities", dataclasses.replace(backend.capabilities, captures=True))
+    with pytest.raises(HardwareError, match="attention 'sdpa' cannot be recorded") as caught:
+        make_engine(parts).record_graphs()
+    assert caught.value.code == "attention_not_recorded"
+    assert "--eager" in caught.value.remedy
+    eager = EngineConfig(limits=BatchLimits(max_tokens=256), kv=KVConfig(max_length=120), graphs=None)
+    Engine(model, LAYOUT, trie, backend, eager).record_graphs()
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_only_what_is_recorded_takes_memory(parts, monkeypatch, recorded):
     """Where nothing is, what others take meanwhile does not count."""
     free = iter((10_000, 7_000))
     engine, told = make_engine(parts, recorded=recorded), []
     monkeypatch.setattr(engine._runtime, "memory", lambda: SimpleNamespace(free=next(free)))
-    assert engine.record_graphs(told.append) == (3_000 if recorded else 0)
+    engine.record_graphs(told.append)
+    assert engine.graph_bytes == (3_000 if recorded else 0)
     assert bool(told) == recorded
 
 

@@ -86,9 +86,10 @@ def test_one_line_tells_the_memory(
     monkeypatch.setattr(logging.getLogger("polyrec"), "propagate", True)  # a server of this process may have cut it off
     monkeypatch.setattr(logging.getLogger("polyrec"), "level", logging.INFO)
     size = KVSize(1024, 9, 16, torch.float32)
-    engine = SimpleNamespace(memory=SimpleNamespace(size=size, prefixes=SimpleNamespace(enabled=enabled)))
+    memory = SimpleNamespace(size=size, prefixes=SimpleNamespace(enabled=enabled))
+    engine = SimpleNamespace(memory=memory, graph_bytes=123)
     with caplog.at_level(logging.INFO, LOGGER):
-        tell_memory(engine, KVConfig(prefix_cache=asked), 123)  # type: ignore[arg-type]
+        tell_memory(engine, KVConfig(prefix_cache=asked))  # type: ignore[arg-type]
     [record] = caplog.records
     line = json.loads(JsonFormatter().format(record))
     assert line["message"] == f"keys and values: {size}"

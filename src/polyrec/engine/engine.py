@@ -11,7 +11,7 @@ from itertools import islice
 from torch import Tensor
 
 from ..core.config import Settings
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, HardwareError
 from ..core.request import ScoreRule
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.runtime import Event
@@ -95,6 +95,10 @@ class Engine:
         if not backend.capabilities.fp8:  # then e4m3 is told by operations in other dtypes, and kernels know none of it
             needs = replace(needs, quantized=False)
         attention = backend.attention.build(needs, backend.ops)
+        self._launched_attention = None
+        if config.graphs is not None and backend.capabilities.captures and not attention.capturable:
+            self._launched_attention = backend.attention.select(needs)
+        self.graph_bytes = 0
         self.memory = PromptMemory(
             model, attention, backend, config.kv, depth=layout.depth, batch_tokens=config.limits.max_tokens
         )
@@ -121,9 +125,22 @@ class Engine:
         """Recorded graphs that were replayed."""
         return self._runner.num_replays
 
-    def record_graphs(self, on_progress: Callable[[str], None] | None = None) -> int:
+    @property
+    def num_unrecorded(self) -> int:
+        """Batches whose search no recorded graph took, where others are recorded."""
+        return self._runner.num_unrecorded
+
+    def record_graphs(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Records all graphs, where the platform records them, so that no request waits for one; tells what it has done.
-        Returns the device memory that they took, in bytes."""
+        `graph_bytes` is then the device memory that they took. Errors: `attention_not_recorded`, and those of `Graph.capture`.
+        """
+        if self._launched_attention is not None:
+            raise HardwareError(
+                "attention_not_recorded",
+                f"The platform records graphs, and attention '{self._launched_attention}' cannot be recorded: the host would"
+                " launch each operation of each batch.",
+                "Choose another one with --attention, or run without graphs (--eager).",
+            )
         before, recorded = self._runtime.memory().free, list[str]()
 
         def tell(what: str) -> None:
@@ -133,7 +150,7 @@ class Engine:
 
         self._runner.record_all(tell)
         # Where nothing is recorded, what is free differs all the same: it is the host's memory, which others use too.
-        return max(before - self._runtime.memory().free, 0) if recorded else 0
+        self.graph_bytes = max(before - self._runtime.memory().free, 0) if recorded else 0
 
     def submit(self, request: SearchRequest, done: Done, deadline: float | None = None) -> None:
         """Queues a request; `done` is called by the `step` that finishes it.

@@ -11,7 +11,8 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import product
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -71,6 +72,21 @@ class PrefillShape(NamedTuple):
     cached: bool
     all_begun: bool
 
+    def __str__(self) -> str:
+        of_all = ", of every prompt" * self.all_begun
+        return f"prefill of {self.tokens} tokens" + " after cached ones" * self.cached + of_all
+
+
+class SearchShape(NamedTuple):
+    """What a search is recorded for: its most requests, its width, and whether it filters."""
+
+    requests: int
+    width: int
+    filtered: bool
+
+    def __str__(self) -> str:
+        return f"search of {self.requests} requests, {self.width} beams" + ", filtered" * self.filtered
+
 
 @dataclass(frozen=True)
 class RecordedPrefill:
@@ -114,7 +130,7 @@ class GraphRunner:
         self._sizes = sizes
         self._fallback = fallback
         self._memory_pool = backend.graph.new_pool()
-        self._searches: dict[tuple[int, int, bool], RecordedSearch] = {}
+        self._searches: dict[SearchShape, RecordedSearch] = {}
         self._prefills: dict[PrefillShape, RecordedPrefill] = {}
         self._tokens = {cached: self._recorded_tokens(cached) for cached in (False, True)}
         self._inputs = BatchInputs(
@@ -145,6 +161,10 @@ class GraphRunner:
         finally:  # also where a part of it was queued before a fault
             self._inputs.launched()
 
+    @property
+    def num_unrecorded(self) -> int:
+        return self._fallback.num_batches
+
     def rehearse(self, batch: Batch) -> None:
         """Copies its inputs to where nobody reads them."""
         if self._shape_of(batch) is not None:
@@ -157,26 +177,28 @@ class GraphRunner:
         for cached in (False, True):
             for tokens in reversed(self._tokens[cached]):
                 for all_begun in (False, True) if cached and self._may_be_begun(tokens) else (False,):
-                    self._prefill_of(PrefillShape(tokens, cached, all_begun))
+                    shape = PrefillShape(tokens, cached, all_begun)
+                    self._prefill_of(shape)
                     if on_progress:
-                        of_all = ", of every prompt" * all_begun
-                        on_progress(f"prefill of {tokens} tokens" + " after cached ones" * cached + of_all)
-        for width in reversed(self._sizes.widths):
-            for requests in reversed(self._sizes.requests):
-                if requests * width <= self._sizes.max_rows:
-                    self._search_of((requests, width, False))
-                    if on_progress:
-                        on_progress(f"search of {requests} requests, {width} beams")
+                        on_progress(str(shape))
+        for filtered, width, requests in product(
+            (False, True), reversed(self._sizes.widths), reversed(self._sizes.requests)
+        ):
+            if requests * width <= self._sizes.max_rows:
+                search = SearchShape(requests, width, filtered)
+                self._search_of(search)
+                if on_progress:
+                    on_progress(str(search))
 
-    def _shape_of(self, batch: Batch) -> tuple[int, int, bool] | None:
-        """(requests, width, filtered) of the search that takes the batch; None when it fits none."""
+    def _shape_of(self, batch: Batch) -> SearchShape | None:
+        """Of the search that takes the batch; None when it fits none."""
         sizes, found = self._sizes, batch.node_filter
         requests, width = first_from(batch.num_requests, sizes.requests), first_from(batch.width, sizes.widths)
         if requests is None or width is None or requests * width > sizes.max_rows:
             return None
         if found is not None and len(found.keys) > sizes.filter_keys:
             return None
-        return requests, width, found is not None
+        return SearchShape(requests, width, found is not None)
 
     def _recorded_tokens(self, cached: bool) -> tuple[int, ...]:
         """Sizes of recorded prefills."""
@@ -229,16 +251,16 @@ class GraphRunner:
 
     def _prefill_of(self, shape: PrefillShape) -> RecordedPrefill:
         if shape not in self._prefills:
-            self._prefills[shape] = self._record_prefill(*shape)
+            self._prefills[shape] = self._record_prefill(shape)
         return self._prefills[shape]
 
-    def _search_of(self, shape: tuple[int, int, bool]) -> RecordedSearch:
+    def _search_of(self, shape: SearchShape) -> RecordedSearch:
         if shape not in self._searches:
-            self._searches[shape] = self._record_search(*shape)
+            self._searches[shape] = self._record_search(shape)
         return self._searches[shape]
 
-    def _record_prefill(self, tokens: int, cached: bool, all_begun: bool) -> RecordedPrefill:
-        inputs = self._inputs
+    def _record_prefill(self, shape: PrefillShape) -> RecordedPrefill:
+        inputs, (tokens, cached, all_begun) = self._inputs, shape
         inputs.clear()
         begun = inputs.table.page_size if all_begun else 0
         length = min(tokens, inputs.table.longest - begun)  # kernels have room for no longer prompt
@@ -253,9 +275,10 @@ class GraphRunner:
             prompts = Prompts(inputs.token_ids[:tokens], layout)
             self._hidden.copy_(self._searcher.prefill(prompts, self._backend.graph.split))
 
-        return RecordedPrefill(self._backend.graph.capture(run, self._memory_pool), tokens, host_plan)
+        return RecordedPrefill(self._capture(run, shape), tokens, host_plan)
 
-    def _record_search(self, requests: int, width: int, filtered: bool) -> RecordedSearch:
+    def _record_search(self, shape: SearchShape) -> RecordedSearch:
+        requests, width, filtered = shape
         device, inputs, hidden = self._hidden.device, self._inputs, self._hidden[:requests]
         inputs.clear()
         inputs.lengths.fill_(1)
@@ -276,7 +299,11 @@ class GraphRunner:
             layout = PackedLayout(inputs.lengths[:requests], longest, longest, table=table, host_plan=host_plan)
             return self._searcher.search(SearchInputs(hidden, layout, inputs.widths[:requests], width, node_filter))
 
-        return RecordedSearch(self._backend.graph.capture(run, self._memory_pool), requests, host_plan, node_filter)
+        return RecordedSearch(self._capture(run, shape), requests, host_plan, node_filter)
+
+    def _capture(self, run: Callable[[], Any], shape: PrefillShape | SearchShape) -> CapturedGraph:
+        run.__qualname__ = str(shape)  # what a capture that fails is called
+        return self._backend.graph.capture(run, self._memory_pool)
 
 
 def first_from(number: int, rising: tuple[int, ...]) -> int | None:

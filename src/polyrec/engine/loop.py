@@ -69,7 +69,9 @@ class EngineLoop:
         self._outside: Outside | None = None
         self._was_alone = False
         self._thread = threading.Thread(target=self._serve, name="polyrec-engine", daemon=True)
-        self._stats: dict[str, float] = dict.fromkeys(("requests", "cancelled", "expired", "batches", "replays"), 0)
+        self._stats: dict[str, float] = dict.fromkeys(
+            ("requests", "cancelled", "expired", "batches", "replays", "unrecorded"), 0
+        )
         self._stats["busy_seconds"] = 0.0
         self._stats.update(self._memory_stats())
 
@@ -89,8 +91,9 @@ class EngineLoop:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the start: requests, cancelled, expired, batches, replays (of graphs), busy_seconds, and the prefix
-        cache's own; and how many pages are free, kept, used and on the host after the last batch."""
+        """Counters since the start: requests, cancelled, expired, batches, replays (of graphs), unrecorded (batches),
+        busy_seconds, and the prefix cache's own; the bytes of graphs; and how many pages are free, kept, used and on the host
+        after the last batch."""
         return dict(self._stats)
 
     def attend(self, outside: Outside | None) -> None:
@@ -226,7 +229,7 @@ class EngineLoop:
                         if (outside := self._outside) is not None:
                             outside.answered()
                     unanswered = {future for future in unanswered if not future.done()}
-                    self._stats["replays"] = engine.num_replays
+                    self._stats["replays"], self._stats["unrecorded"] = engine.num_replays, engine.num_unrecorded
                     self._stats.update(self._memory_stats())
                     self._stats["busy_seconds"] += time.perf_counter() - started
                     waiting = self._collect(None)
@@ -245,9 +248,11 @@ class EngineLoop:
             future.set_result(result)
 
     def _memory_stats(self) -> dict[str, float]:
-        prefixes = self.recommender.engine.memory.prefixes
+        engine = self.recommender.engine
+        prefixes = engine.memory.prefixes
         return {
             **dataclasses.asdict(prefixes.stats),
+            "graph_bytes": engine.graph_bytes,
             "free_pages": prefixes.num_free,
             "kept_pages": prefixes.num_evictable,
             "used_pages": prefixes.num_used,

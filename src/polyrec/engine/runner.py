@@ -17,12 +17,16 @@ from .search import Searcher, SearchInputs, make_prompts
 
 
 class Runner(Protocol):
-    """num_batches, num_replays: batches run, and graphs replayed for them. places: numbers of requests for which searches are
-    recorded, rising; none: a search has as many places as its batch has requests."""
+    """num_batches, num_replays: batches run, and graphs replayed for them. num_unrecorded: batches whose search no recorded
+    graph took, of a runner that records. places: numbers of requests for which searches are recorded, rising; none: a search
+    has as many places as its batch has requests."""
 
     places: tuple[int, ...]
     num_batches: int
     num_replays: int
+
+    @property
+    def num_unrecorded(self) -> int: ...
 
     def run(self, batch: Batch) -> Beams:
         """The finished beams of one batch, on the device: [R, W]."""
@@ -58,6 +62,7 @@ class DirectRunner:
         self.places: tuple[int, ...] = ()
         self.num_batches = 0
         self.num_replays = 0
+        self.num_unrecorded = 0
 
     def run(self, batch: Batch) -> Beams:
         """The finished beams of one batch, on the device."""

@@ -127,8 +127,8 @@ def load_service(folder: Path, settings: ServerSettings, state: ServerState) -> 
     chat = ChatPrompt(recommender.tokenizer, recommender.layout, load_template(folder))
     state.facts = recommender.front.facts
     stages.begin("recording_graphs")
-    graph_bytes = recommender.engine.record_graphs()
-    tell_memory(recommender.engine, settings.kv, graph_bytes)
+    recommender.engine.record_graphs()
+    tell_memory(recommender.engine, settings.kv)
     stages.begin("warming_up")
     loop = EngineLoop(recommender, max_queue=settings.max_queue)
     loop.start()
@@ -155,11 +155,11 @@ def served_kv(kv: KVConfig, backend: HardwareBackend) -> KVConfig:
     return kv
 
 
-def tell_memory(engine: Engine, kv: KVConfig, graph_bytes: int) -> None:
+def tell_memory(engine: Engine, kv: KVConfig) -> None:
     """The one log line about memory at the start."""
     prefixes = engine.memory.prefixes
     off = "off: the attention cannot go on from a cached beginning" if kv.prefix_cache else "off"
-    fields = {"prefix_cache": "on" if prefixes.enabled else off, "graph_bytes": graph_bytes}
+    fields = {"prefix_cache": "on" if prefixes.enabled else off, "graph_bytes": engine.graph_bytes}
     logging.getLogger(LOGGER).info("keys and values: %s", engine.memory.size, extra={FIELDS: fields})
 
 

@@ -36,6 +36,7 @@ _ENGINE_COUNTERS = (
     ("expired", "polyrec_engine_expired", "Requests whose time was over while they waited."),
     ("batches", "polyrec_engine_batches", "Batches the engine ran."),
     ("replays", "polyrec_engine_replays", "Recorded graphs the engine replayed."),
+    ("unrecorded", "polyrec_engine_unrecorded_batches", "Batches whose search fitted no recorded graph: slow ones."),
     ("prompt_tokens", "polyrec_engine_prompt_tokens", "Tokens of the prompts the engine took."),
     ("hit_tokens", "polyrec_engine_hit_tokens", "Those of them that were cached, so that it did not read them."),
     ("host_hit_tokens", "polyrec_engine_host_hit_tokens", "Those of these that came back from the host's memory."),
@@ -45,6 +46,7 @@ _ENGINE_COUNTERS = (
     ("busy_seconds", "polyrec_engine_busy_seconds", "Seconds the engine spent on batches."),
 )
 _ENGINE_GAUGES = (
+    ("graph_bytes", "polyrec_engine_graph_bytes", "Device memory of the recorded graphs."),
     ("free_pages", "polyrec_engine_free_pages", "Pages of keys and values that hold nothing."),
     ("kept_pages", "polyrec_engine_kept_pages", "Pages that only the prefix cache keeps."),
     ("used_pages", "polyrec_engine_used_pages", "Pages of prompts that are being answered."),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import HardwareError
-from ...base.graph import CapturedGraph, Graph, States
+from ...base.graph import CapturedGraph, Graph, States, capture_failed
 
 WARM_UPS = 2  # kernels are chosen and workspaces allocated in the first calls
 Numbers = Mapping[str, list[int]]
@@ -144,13 +144,7 @@ class AscendGraph(Graph):
             with _capturing(capture), self._library.npu.graph(captured, pool=pool):
                 result = function()
         except Exception as error:  # the vendor's errors are RuntimeErrors; the function's own may be any
-            name = getattr(function, "__qualname__", repr(function))
-            raise HardwareError(
-                "graph_capture_failed",
-                f"Capturing {name} failed: {type(error).__name__}: {error}.",
-                "A captured function may not wait for the device, allocate on the host, or branch on a tensor's value; "
-                "where the device is out of streams, capture fewer sizes.",
-            ) from error
+            raise capture_failed(function, error, "Where the device is out of streams, capture fewer sizes.") from error
         self.num_live += 1
         return AscendCapturedGraph(self, self._library, captured, result, capture.tasks)
 

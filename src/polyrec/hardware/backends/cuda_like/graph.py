@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ....core.errors import HardwareError
-from ...base.graph import CapturedGraph, Graph, States
+from ...base.graph import CapturedGraph, Graph, States, capture_failed
 from ...base.runtime import Runtime
 
 
@@ -102,7 +102,7 @@ class CudaLikeGraph(Graph):
             try:
                 module.set_stream(self._side)
                 self._warm_up(function, warm_ups)
-                pieces, result = self._record(function, pool, name)
+                pieces, result = self._record(function, pool)
             finally:
                 module.set_stream(before)
             before.wait_stream(self._side)
@@ -126,7 +126,7 @@ class CudaLikeGraph(Graph):
         graph.capture_begin(self._pool)
         self._pieces.append(graph)
 
-    def _record(self, function: Callable[[], Any], pool: object | None, name: str) -> tuple[list[Any], Any]:
+    def _record(self, function: Callable[[], Any], pool: object | None) -> tuple[list[Any], Any]:
         """-> the pieces, in order, and the function's result."""
         module = self._module
         self._pool = self.new_pool() if pool is None else pool
@@ -150,12 +150,7 @@ class CudaLikeGraph(Graph):
                 self._repair(pieces)
                 raise
         except Exception as error:
-            raise HardwareError(
-                "graph_capture_failed",
-                f"'{name}' could not be captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                "In a captured function nothing synchronises (.item(), .cpu(), boolean indexing), allocates on the host or"
-                " branches on a tensor's value.",
-            ) from error
+            raise capture_failed(function, error) from error
         finally:
             self._pieces = []
             if collects:
