@@ -243,6 +243,22 @@ def test_a_failed_capture_keeps_the_cause_and_the_process(module):
     assert graph.budget() == 1
 
 
+@pytest.mark.parametrize("call", [1, 3], ids=["warming up", "captured"])
+def test_a_graph_without_room_is_refused_with_what_leaves_more(module, call):
+    calls = []
+
+    def asks_for_memory():
+        calls.append(1)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    before = module.current_stream()
+    with pytest.raises(HardwareError, match=r"asks_for_memory.*2\.00 GiB") as caught:
+        CudaLikeGraph(module=module).capture(asks_for_memory)
+    assert caught.value.code == "graph_memory_exceeded"
+    assert module.current_stream() is before
+
+
 @pytest.mark.parametrize("within", [True, False], ids=["in the function", "at the capture's end"])
 def test_torchs_allocator_is_told_that_a_broken_capture_has_ended(monkeypatch, within):
     """And the first error is the cause, not that the capture it broke cannot be ended."""

@@ -84,7 +84,8 @@ class CudaLikeGraph(Graph):
         return None if self._max_graphs is None else self._max_graphs - self._live
 
     def capture(self, function: Callable[[], Any], pool: object | None = None) -> CapturedGraph:
-        """An error of a warm-up call is the function's own and comes as it is; the generator ends where it began."""
+        """An error of a warm-up call is the function's own and comes as it is, but for a lack of memory; the generator ends
+        where it began."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         if self.budget() == 0:
             raise HardwareError(
@@ -103,6 +104,8 @@ class CudaLikeGraph(Graph):
                 module.set_stream(self._side)
                 self._warm_up(function, warm_ups)
                 pieces, result = self._record(function, pool)
+            except torch.OutOfMemoryError as error:
+                raise capture_failed(function, error) from error
             finally:
                 module.set_stream(before)
             before.wait_stream(self._side)
