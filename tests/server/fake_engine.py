@@ -114,7 +114,7 @@ class FakeLoop:
             future, request = entry
             first = request.history[0]
             if not future.set_running_or_notify_cancel():
-                self.cancelled.append(str(request.history[1]))
+                self.cancelled.append(str(request.history[-1]))
                 self.stats["cancelled"] += 1
             elif first == "boom":
                 future.set_exception(RuntimeError("a bug in the engine"))

@@ -95,6 +95,12 @@ def test_recommend_1024(client: httpx.Client) -> None:
         ({"history": ["i5"], "exclude_seen": 1}, "value_invalid", "exclude_seen"),
         ({"history": ["i5"], "unknown": "ignore"}, "value_invalid", "unknown"),
         ({"history": ["i5"], "cold": "x"}, "value_invalid", "cold"),
+        ({"history": ["i5"], "timeout_ms": 0}, "value_invalid", "'timeout_ms'"),
+        ({"history": ["i5"], "timeout_ms": -5}, "value_invalid", "'timeout_ms'"),
+        ({"history": ["i5"], "timeout_ms": 5.5}, "value_invalid", "'timeout_ms'"),
+        ({"history": ["i5"], "timeout_ms": True}, "value_invalid", "'timeout_ms'"),
+        ({"history": ["i5"], "timeout_ms": "50"}, "value_invalid", "'timeout_ms'"),
+        ({"history": ["i5"], "timeout": 5}, "unknown_key", "timeout_ms"),
         ({"history": ["unknown_is_an_error"]}, "unknown_items", "x"),
     ],
 )
@@ -199,6 +205,7 @@ def test_chat_answers(client: httpx.Client) -> None:
         ({"max_tokens": 0}, 400, "value_invalid", "max_tokens"),
         ({"n": 0}, 400, "n_out_of_range", "0"),
         ({"n": 1025}, 400, "n_out_of_range", "1025"),
+        ({"timeout_ms": 0}, 400, "value_invalid", "timeout_ms"),
         ({"model": "gpt"}, 404, "model_not_found", "gpt"),
     ],
 )

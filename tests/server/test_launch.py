@@ -158,6 +158,27 @@ def test_the_engine_is_told_the_deadline(fake: Fake, folder: Path) -> None:
         assert 5 < float(left) < 25
 
 
+def test_a_request_may_have_less_time_but_not_more(fake: Fake, folder: Path) -> None:
+    with fake(folder, timeout=25) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def post(path: str = "/v1/recommend", **body: object) -> httpx.Response:
+            return client.post(path, json=body)
+
+        late = post(history=["hold", "late"], timeout_ms=200)
+        error = late.json()["error"]
+        assert (late.status_code, error["code"]) == (504, "deadline_exceeded")
+        assert "0.2 s" in error["message"]
+        assert "timeout_ms" in error["remedy"]
+        user = {"role": "user", "content": "<s_a_1>"}  # it waits behind the one that the engine is held with
+        late = post("/v1/chat/completions", messages=[user], timeout_ms=200)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        post(history=["release"])
+        assert post(history=["i1"], timeout_ms=20_000).status_code == 200
+        for timeout_ms, least, most in ((20_000, 1, 20), (10**6, 20, 25), (10**400, 20, 25), (None, 20, 25)):
+            (left,) = post(history=["deadline"], timeout_ms=timeout_ms).json()["unknown_items"]
+            assert least < float(left) < most
+
+
 def test_sigterm_lets_requests_finish(fake: Fake, folder: Path) -> None:
     with fake(folder) as server, httpx.Client(base_url=server.url) as client:
         with ThreadPoolExecutor(2) as pool:

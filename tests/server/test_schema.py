@@ -82,16 +82,17 @@ def test_each_item_has_a_score():
 
 
 def outcome(parse, body):
-    """What comes of it: a request, or all that a client is told."""
+    """What comes of it: a request and its time, or all that a client is told."""
     try:
-        asked = parse(body)
-        return dataclasses.replace(asked, exclude=[*asked.exclude])
+        asked, timeout_ms = parse(body)
+        return dataclasses.replace(asked, exclude=[*asked.exclude]), timeout_ms
     except RequestError as error:
         return error.code, error.message, error.remedy, error.status
 
 
 def by_the_model(body):
-    return parse_body(RecommendBody, body).to_request(512)
+    parsed = parse_body(RecommendBody, body)
+    return parsed.to_request(512), parsed.timeout_ms
 
 
 VALUES = st.sampled_from(
@@ -130,7 +131,9 @@ ENTRIES = st.sampled_from(
     ]
 )
 HISTORIES = st.lists(ENTRIES, max_size=4).map(lambda entries: "[" + ", ".join(entries) + "]") | VALUES
-KEYS = st.sampled_from(["n", "n", "beam_width", "exclude_seen", "exclude", "allow", "unknown", "cold", "N", "history"])
+KEYS = st.sampled_from(
+    ["n", "n", "beam_width", "exclude_seen", "timeout_ms", "exclude", "allow", "unknown", "cold", "N", "history"]
+)
 MEMBERS = st.lists(st.tuples(KEYS, VALUES | st.just('["a"]') | st.just('"error"')), max_size=3)
 
 
@@ -165,5 +168,7 @@ def test_odd_bodies_are_the_models_to_judge(body):
 
 
 def test_usual_bodies_go_the_short_way():
-    for rest in ({}, {"n": 5}, {"n": 5, "beam_width": 9}, {"exclude_seen": True}):
-        assert _plain_request(json.dumps({"history": ["a", "b"]} | rest).encode()) is not None
+    for rest in ({}, {"n": 5}, {"n": 5, "beam_width": 9}, {"exclude_seen": True}, {"timeout_ms": 50}):
+        found = _plain_request(json.dumps({"history": ["a", "b"]} | rest).encode())
+        assert found is not None
+        assert found[1] == rest.get("timeout_ms")

@@ -78,6 +78,17 @@ def test_a_body_that_comes_too_late_is_given_up(run_in_loop, python) -> None:
     assert ended == [True]
 
 
+def test_a_request_shortens_its_time_and_never_lengthens_it() -> None:
+    deadline = Deadline(0.5)
+    end = deadline.at
+    for timeout_ms in (None, 500, 501, 10**400):
+        deadline.shorten(timeout_ms)
+        assert (deadline.at, deadline.set_by) == (end, "--timeout")
+    deadline.shorten(499)
+    assert deadline.at == pytest.approx(end - 0.001, abs=1e-6)
+    assert (deadline.seconds, deadline.set_by) == (0.499, "timeout_ms")
+
+
 def test_who_stops_waiting_for_a_body_stops(run_in_loop, python) -> None:
     """A cancelled task is not kept by a body that was begun."""
     ended: list[bool] = []

@@ -334,6 +334,6 @@ def _expired() -> RequestError:
     return RequestError(
         "deadline_exceeded",
         "The request's time was over before the engine came to it.",
-        "Send fewer requests at a time, or raise --timeout.",
+        "Send fewer requests at a time, or raise timeout_ms, where it was sent, or --timeout.",
         status=504,
     )

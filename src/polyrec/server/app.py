@@ -87,7 +87,8 @@ def _add_recommend(router: APIRouter, state: ServerState, settings: ServerSettin
         deadline = Deadline(settings.timeout)
         service = _ready_service(state)
         content = await read_body(request, settings.max_body_bytes, deadline)
-        asked = parse_recommend(content, settings.max_beam_width)
+        asked, timeout_ms = parse_recommend(content, settings.max_beam_width)
+        deadline.shorten(timeout_ms)
         prepared = await _aside(len(content), service.front.prepare, asked)
         answer = await _answer(service, prepared, request, deadline, service.front.finish_as_cards)
         timing_ms = round(deadline.elapsed * 1000, 3)
@@ -105,6 +106,7 @@ def _add_chat(router: APIRouter, state: ServerState, settings: ServerSettings, m
         content = await read_body(request, settings.max_body_bytes, deadline)
         body = parse_body(ChatBody, content)
         body.check(settings.max_beam_width, state.model_name, service.layout.depth)
+        deadline.shorten(body.timeout_ms)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         token_ids = await _aside(len(content), service.chat.token_ids, messages)
         prepared = service.front.prepare_prompt(token_ids, body.n, body.beam_width)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from ..core.errors import RequestError
 from ..core.request import Recommendation
 from ..sid.layout import BEGIN, END
-from .schema import Body, checked_width
+from .schema import Body, Milliseconds, checked_width
 
 MAX_MESSAGES = 256
 
@@ -46,6 +46,7 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     stream: bool = False
+    timeout_ms: Milliseconds | None = None
 
     def check(self, max_beam_width: int, model_name: str, depth: int) -> None:
         """Refuses what beam search over a catalog cannot honour."""

@@ -67,6 +67,7 @@ _HISTORY_SCHEMA = {
 History = Annotated[list[str | list[str]], PlainValidator(_check_history), WithJsonSchema(_HISTORY_SCHEMA)]
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_ITEM_CHARS)]
 ItemList = Annotated[list[ItemId], Field(max_length=MAX_LISTED)]
+Milliseconds = Annotated[int, Field(ge=1)]
 
 
 class Body(BaseModel):
@@ -76,7 +77,10 @@ class Body(BaseModel):
 
 
 class RecommendBody(Body):
-    """POST /v1/recommend; the fields mean what they mean in core.request.RecommendRequest."""
+    """POST /v1/recommend; the fields mean what they mean in core.request.RecommendRequest.
+
+    timeout_ms: what the request has instead of the server's timeout, where that is longer.
+    """
 
     history: History
     n: int = 10
@@ -86,6 +90,7 @@ class RecommendBody(Body):
     exclude_seen: bool = False
     unknown: Literal["drop", "error"] = "drop"
     cold: Literal["popular", "error"] = "popular"
+    timeout_ms: Milliseconds | None = None
 
     def to_request(self, max_beam_width: int) -> RecommendRequest:
         """The engine's request, its width checked against the server's limit."""
@@ -193,18 +198,19 @@ def parse_body(cls: type[B], body: bytes) -> B:
         raise _refusal(cls, error) from error
 
 
-def parse_recommend(body: bytes, max_beam_width: int) -> RecommendRequest:
-    """`parse_body` of RecommendBody, then its `to_request`: what is plain in half the time."""
+def parse_recommend(body: bytes, max_beam_width: int) -> tuple[RecommendRequest, int | None]:
+    """`parse_body` of RecommendBody, its `to_request` and its timeout_ms: what is plain in half the time."""
     if (plain := _plain_request(body)) is None:
-        return parse_body(RecommendBody, body).to_request(max_beam_width)
-    checked_width(plain.n, plain.beam_width, max_beam_width)
+        parsed = parse_body(RecommendBody, body)
+        return parsed.to_request(max_beam_width), parsed.timeout_ms
+    checked_width(plain[0].n, plain[0].beam_width, max_beam_width)
     return plain
 
 
-_PLAIN_KEYS = frozenset(("history", "n", "beam_width", "exclude_seen"))
+_PLAIN_KEYS = frozenset(("history", "n", "beam_width", "exclude_seen", "timeout_ms"))
 
 
-def _plain_request(body: bytes) -> RecommendRequest | None:
+def _plain_request(body: bytes) -> tuple[RecommendRequest, int | None] | None:
     """What RecommendBody would make of a usual body. None: that is for the model to say, and what is wrong with it."""
     try:
         given = orjson.loads(body)
@@ -219,7 +225,10 @@ def _plain_request(body: bytes) -> RecommendRequest | None:
         and type(given.get("exclude_seen", False)) is bool
     ):
         return None
-    return RecommendRequest(**given)
+    timeout_ms = given.pop("timeout_ms", None)
+    if timeout_ms is not None and (type(timeout_ms) is not int or timeout_ms < 1):
+        return None
+    return RecommendRequest(**given), timeout_ms
 
 
 def checked_width(n: int, beam_width: int | None, max_beam_width: int) -> None:

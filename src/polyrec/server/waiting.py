@@ -19,11 +19,16 @@ _LISTEN_AFTER = 0.02  # seconds of waiting after which a client's leaving is lis
 
 
 class Deadline:
-    """Counts a request's seconds from its arrival."""
+    """Counts a request's seconds from its arrival. set_by: the name of what says how many it has."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds, self.set_by = seconds, "--timeout"
         self._start = time.monotonic()
+
+    def shorten(self, timeout_ms: int | None) -> None:
+        """What the request itself asks for; it cannot have more than the server gives."""
+        if timeout_ms is not None and timeout_ms < self.seconds * 1000:
+            self.seconds, self.set_by = timeout_ms / 1000, "timeout_ms"
 
     @property
     def elapsed(self) -> float:
@@ -88,7 +93,7 @@ async def wait_answer(future: Future[T] | asyncio.Future[T], request: Request, d
         raise RequestError(
             "deadline_exceeded",
             f"No answer within {deadline.seconds:g} s.",
-            "Ask for fewer items, send fewer requests at a time, or raise --timeout.",
+            f"Ask for fewer items, send fewer requests at a time, or raise {deadline.set_by}.",
             status=504,
         )
     finally:
