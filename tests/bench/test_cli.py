@@ -11,6 +11,8 @@ from polyrec.bench.offline import fault_of_scores, with_settings
 from polyrec.core.errors import ConfigError
 from polyrec.engine.searches import SearchResult
 
+PNG = b"\x89PNG"
+
 
 def bench(*words, status=0):
     """Standard output and error of one command."""
@@ -45,7 +47,7 @@ def test_offline_measures_each_case_and_writes_figures_picture_and_traces(folder
         assert row["faulty_answers"] == 0
         assert 0 < row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
     assert facts["origin"]["command"].startswith("polyrec bench offline tiny")
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(PNG)
     names = sorted(path.name for path in tmp_path.glob("t-*.json"))
     assert names == ["t-20-40-2.json", "t-9-8-1.json", "t-9-8-3.json"]
     assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
@@ -65,10 +67,12 @@ def test_a_run_that_is_stopped_keeps_the_cases_that_it_measured(folder, tmp_path
     assert [row["requests"] for row in facts["results"]] == [5]
 
 
-def test_kernels_name_where_the_time_goes(folder):
+def test_kernels_name_where_the_time_goes(folder, tmp_path):
+    plot = tmp_path / "k.png"
     ceilings = ["--tflops", "0.1", "--fp8-tflops", "0.2", "--tb-per-s", "0.02"]
     words = ["--history", "9", "--n", "8", "--batch", "2", "--batches", "2", *ceilings]
-    facts = json.loads(bench("kernels", folder, *words, "--json")[0])
+    facts = json.loads(bench("kernels", folder, *words, "--plot", plot, "--json")[0])
+    assert plot.read_bytes().startswith(PNG)
     (row,) = facts["results"]
     assert facts["ceilings"] == {"tflops": 0.1, "fp8_tflops": 0.2, "tb_per_s": 0.02}
     assert {"products", "attention", "norms"} <= {family["family"] for family in row["families"]}
@@ -114,9 +118,11 @@ def test_an_open_loop_has_rates_instead_of_clients(folder):
     ]
 
 
-def test_cache_asks_every_user_twice(folder):
-    words = ["--history", "9", "--n", "8", "--users", "5", "--new-items", "2", "--json"]
+def test_cache_asks_every_user_twice(folder, tmp_path):
+    plot = tmp_path / "c.png"
+    words = ["--history", "9", "--n", "8", "--users", "5", "--new-items", "2", "--plot", plot, "--json"]
     first, returning = json.loads(bench("cache", folder, *words)[0])["results"]
+    assert plot.read_bytes().startswith(PNG)
     assert (first["visit"], first["items"], first["requests"]) == ("first_visit", 7, 5)
     assert (returning["visit"], returning["items"], returning["requests"]) == ("returning", 9, 5)
     assert first["faulty_answers"] == returning["faulty_answers"] == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,10 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="A setting of the 
 Profile = Annotated[Path | None, typer.Option(help="A Chrome trace to write (chrome://tracing, Perfetto).")]
 Out = Annotated[Path | None, typer.Option(help="JSON to write: all figures, date, commit and machine.")]
 Plot = Annotated[Path | None, typer.Option(help="PNG to write: latency and requests per second over the load.")]
+KernelPlot = Annotated[
+    Path | None, typer.Option("--plot", help="PNG to write: each case's ms by family, and its roofline.")
+]
+CachePlot = Annotated[Path | None, typer.Option("--plot", help="PNG to write: first visits beside returning ones.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The JSON on standard output instead of the table.")]
 Url = Annotated[str | None, typer.Option(help="A running server of FOLDER; without it, one is started.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="POLYREC_API_KEY", show_default=False, help="The server's key.")]
@@ -90,6 +95,7 @@ def offline(
     """Measure the search in this process: no HTTP, prompts built beforehand."""
     from ..bench import kernels, offline
     from ..bench.cases import Target
+    from ..bench.plot import plot_load
 
     run = _Run(hardware)
     target = Target.read(folder)
@@ -112,7 +118,7 @@ def offline(
         if profile is not None:
             trace = profile if len(cases) == 1 else _of_case(profile, one)
             kernels.write_trace(recommender, target, one, run.backend.runtime, trace)
-    record.finish(plot, "batch")
+    record.finish(plot, functools.partial(plot_load, load="batch"))
 
 
 @app.command()
@@ -132,6 +138,7 @@ def kernels(
     set: Sets = None,
     profile: Profile = None,
     out: Out = None,
+    plot: KernelPlot = None,
     as_json: AsJson = False,
     *,
     options: ModelOptions,
@@ -140,6 +147,7 @@ def kernels(
     """Tell where a batch's time goes: kernels by family, gaps, share of the roofline."""
     from ..bench import kernels, offline
     from ..bench.cases import Target
+    from ..bench.plot import plot_kernels
     from ..bench.report import table
     from ..bench.roofline import Ceilings, measure_ceilings
 
@@ -164,7 +172,7 @@ def kernels(
             print(
                 table(("family", "ms", "launches", "share"), [tuple(row.values()) for row in found["families"]]), "\n"
             )
-    record.finish(None, "batch")
+    record.finish(plot, plot_kernels)
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -192,6 +200,7 @@ def serve(
     """Measure a server over HTTP. What follows -- goes to the `polyrec serve` that is started."""
     from ..bench import serve
     from ..bench.cases import Target
+    from ..bench.plot import plot_load
     from ..core.errors import ConfigError
 
     if profile is not None and url is not None:
@@ -216,7 +225,7 @@ def serve(
             if profile is not None:
                 single = len(cases) * len(rates) == 1
                 serve.write_trace(asked, one, value, profile if single else _of_case(profile, one, value))
-    record.finish(plot, load)
+    record.finish(plot, functools.partial(plot_load, load=load))
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -234,11 +243,13 @@ def cache(
     processes: Processes = 4,
     api_key: ApiKey = None,
     out: Out = None,
+    plot: CachePlot = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure users who return with a few items more. What follows -- goes to the server that is started."""
     from ..bench import serve
     from ..bench.cases import Target
+    from ..bench.plot import plot_returning
     from ..core.errors import ConfigError
 
     run = _Run(None)
@@ -258,7 +269,7 @@ def cache(
         for one in cases:
             for visit, found in serve.run_returning(asked, one, one.requests or users, new_items).items():
                 record.add({"visit": visit, **found})
-    record.finish(None, "clients")
+    record.finish(plot, plot_returning)
 
 
 class _Run:
@@ -294,9 +305,8 @@ class _Record:
         self._write(finished=False)
         _say(line(self._columns, [result.get(column) for column in self._columns]))
 
-    def finish(self, plot: Path | None, load: str) -> None:
-        """Prints and writes all; exit status 1 when an answer was wrong."""
-        from ..bench.plot import plot_load
+    def finish(self, plot: Path | None, draw: Callable[[Sequence[dict[str, Any]], Path], None]) -> None:
+        """Prints, writes and draws all; exit status 1 when an answer was wrong."""
         from ..bench.report import table
 
         facts = self._write(finished=True)
@@ -305,7 +315,7 @@ class _Record:
         else:
             print(table(self._columns, [[result.get(column) for column in self._columns] for result in self._results]))
         if plot is not None:
-            plot_load(self._results, plot, load)
+            draw(self._results, plot)
         wrong = [result for result in self._results if result.get("faulty_answers")]
         for result in wrong:
             _say(f"{result['faulty_answers']} of {result['requests']} answers are wrong: {result['first_fault']}")
