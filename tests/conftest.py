@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,16 @@ import pytest
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "engine"), str(HERE / "hardware")]
 LOGGERS = ("polyrec", "uvicorn", "py.warnings")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Skips aloud: each reason once, where pytest's -rs has a line for each place in the code."""
+    skipped = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
+    reasons = Counter(longrepr[2].removeprefix("Skipped: ") for longrepr in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+        for reason, num in reasons.most_common():
+            terminalreporter.write_line(f"{num:5} {reason}")
 
 
 @pytest.fixture(autouse=True)
