@@ -452,6 +452,64 @@ def test_plans_rotate_where_they_quantise(backend):
         check_quantized(rows, expected)
 
 
+@pytest.fixture
+def stores(monkeypatch):
+    """The addresses that Triton's interpreter has stored to, one entry each time; on a device nobody can tell."""
+    found = []
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        def create_masked_store(builder, pointers, values, mask, *more):
+            found.extend(pointers.data[mask.data.astype(bool)].ravel().tolist())
+            return store(builder, pointers, values, mask, *more)
+
+        store = interpreter.InterpreterBuilder.create_masked_store
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_store", create_masked_store)
+    return found
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_plans_that_rotate_write_each_new_key_once_and_in_the_last_pass_none(backend, stores, quantized):
+    """Two heads share a key, and programs have a head or two, or all of them where they quantise."""
+    lengths, widths, heads, layer = (130, 20), (3, 4, 4), (4, 2), 1
+    rng, move, host = np.random.default_rng(5), backend.runtime.to_device, backend.runtime.to_host
+    case = draw(backend, [(0, length) for length in lengths], heads, quantized=quantized)
+    pages = host(case.layout.table.pages)
+    keep(backend, case.cache, case.rows, pages, lengths)
+    layout = dataclasses.replace(case.layout, table=dataclasses.replace(case.layout.table, cached=None))
+    attention = TritonAttention(case.needs, backend.ops)
+    walk = attention.search(layout, case.cache, width=max(widths), num_kept=len(widths) - 1)
+    suffix = walk.suffix_keys, walk.suffix_values
+    for part in suffix:
+        part.fill_(7.5)
+    for number, width in enumerate(widths):
+        rows = len(lengths) * width
+        before = [host(part).clone() for part in suffix]
+        product = torch.from_numpy(rng.standard_normal((rows, sum(heads) + heads[1], DIM))).float()
+        own = product.split((heads[0], heads[1], heads[1]), 1)
+        places = [length + number for length in lengths for _ in range(width)]
+        rotation, (_, key, value) = turned_rows(backend, own, places, rng)
+        ancestors = torch.from_numpy(rng.integers(0, len(lengths) * widths[0], (rows, number)))
+        last = number == len(widths) - 1
+        plan = walk.step(move(ancestors), last=last)
+        assert plan.rotates
+        assert (plan.target(layer) is None) == last
+        stores.clear()
+        plan.run_product(layer, *move(product).split((heads[0], heads[1], heads[1]), 1), rotation)
+        for part, old, new in zip(suffix, before, (key, value), strict=True):
+            if not last:  # only this layer's, this pass's, and of rows that there are
+                torch.testing.assert_close(host(part)[layer, number, :rows], new, rtol=1e-5, atol=1e-5)
+                old[layer, number, :rows] = host(part)[layer, number, :rows]
+            assert torch.equal(host(part).view(torch.uint8), old.view(torch.uint8))
+            if INTERPRETED:
+                begin, size = part.data_ptr(), part.element_size()
+                there = sorted(at for at in stores if begin <= at < begin + part.numel() * size)
+                first = begin + (layer * len(part[0]) + number) * part[0, 0].numel() * size
+                num = 0 if last else rows * heads[1] * DIM
+                assert there == [first + each * size for each in range(num)], "each once"
+        assert stores or not INTERPRETED
+
+
 def test_plans_that_cut_no_prompt_do_not_rotate(backend):
     case = draw(backend, [(0, 40)] * 40, (4, 2))
     walk = TritonAttention(case.needs, backend.ops).search(case.layout, case.cache, width=6, num_kept=1)
