@@ -470,8 +470,9 @@ def stores(monkeypatch):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_plans_that_rotate_write_each_new_key_once_and_in_the_last_pass_none(backend, stores, quantized):
-    """Two heads share a key, and programs have a head or two, or all of them where they quantise."""
-    lengths, widths, heads, layer = (130, 20), (3, 4, 4), (4, 2), 1
+    """Two heads share a key, and programs have a head or two, or all of them where they quantise. Behind the first layer's
+    suffix lies the next one's, which would show a pass too many."""
+    lengths, widths, heads, layer = (130, 20), (3, 4, 4), (4, 2), 0
     rng, move, host = np.random.default_rng(5), backend.runtime.to_device, backend.runtime.to_host
     case = draw(backend, [(0, length) for length in lengths], heads, quantized=quantized)
     pages = host(case.layout.table.pages)
