@@ -124,7 +124,12 @@ WIDE = [ask(5, 6, beam_width=width) for width in (8, 9, 20)]  # the last two of 
         ([LONG[0], RETURNING], 1, 2, 0),
         ([FILTERED, MUCH_FILTERED], 1, 1, 1),
         (WIDE, 1, 1, 2),
-        ([*SHORT, *LONG, RETURNING, FILTERED, MUCH_FILTERED, *WIDE], 5 + 0 + 1 + 1 + 1, 5 + 3 + 1 + 1 + 1, 3),
+        (
+            [*SHORT, *LONG[1:], LONG[0], RETURNING, FILTERED, MUCH_FILTERED, *WIDE],
+            5 + 0 + 1 + 1 + 1,
+            5 + 3 + 1 + 1 + 1,
+            3,
+        ),
     ],
 )
 def test_replays_and_batches_that_nothing_was_recorded_for(folder, requests, prefills, searches, unrecorded):
