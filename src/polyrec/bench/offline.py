@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from ..engine.engine import EngineConfig
 from ..engine.folder import read_folder
 from ..engine.front import Prepared
 from ..engine.graphs import graph_sizes
+from ..engine.memory import check_fits
 from ..engine.recommender import Recommender
 from ..engine.searches import SearchResult
 from ..hardware.base.backend import HardwareBackend
@@ -43,8 +45,10 @@ def load(
     )  # a width of the next larger power of two might not fit the limits
     values = {"limits": limits, "model": options, "graphs": graphs.model_dump()}
     config = make_settings(EngineConfig, with_settings(values, settings), "--set")
-    model = load_model(target.path, backend, options=config.model)
-    return Recommender(model, read_folder(target.path), backend, config), model
+    contents = read_folder(target.path)
+    check = functools.partial(check_fits, backend=backend, config=config.kv, depth=contents.layout.depth)
+    model = load_model(target.path, backend, options=config.model, before_weights=check)
+    return Recommender(model, contents, backend, config), model
 
 
 def with_settings(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
