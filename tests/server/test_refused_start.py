@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from polyrec.testing.tiny import write_tiny_model
 
 Backend = Callable[..., HardwareBackend]
 PAGE = 16  # tokens
+PATIENCE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +147,23 @@ def is_open(url: str) -> bool:
     return True
 
 
+@contextmanager
+def ended_after(seconds: float, stopped: threading.Event) -> Iterator[None]:
+    """A server that still runs here then is sent SIGTERM, and `stopped` is set."""
+
+    def end() -> None:
+        stopped.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @pytest.mark.parametrize("http_workers", WORKERS)
 @pytest.mark.parametrize(
     ("shape", "error", "code", "remedy"),
@@ -179,7 +200,10 @@ def test_a_graph_that_cannot_be_recorded_ends_the_server(
     backend.graph = graph = BrokenGraphs(shape, error)
     flags = ("--max-batch", "2", "--max-batch-tokens", "256", "--max-beam-width", "16", "--max-length", "100")
     threads = threading.enumerate()
-    status = polyrec(monkeypatch, "serve", folder, "--port", "0", "--http-workers", str(http_workers), *flags)
+    stopped = threading.Event()
+    with ended_after(PATIENCE_S, stopped):
+        status = polyrec(monkeypatch, "serve", folder, "--port", "0", "--http-workers", str(http_workers), *flags)
+    assert not stopped.is_set(), "the server stayed"
     output = capsys.readouterr()
     told = words_of(output.err)
     assert status == 2
