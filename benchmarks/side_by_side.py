@@ -33,7 +33,9 @@ def run(tree: Path, mode: str, model: Path, cases: list[str], options: list[str]
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")]),
         }
-        subprocess.run([*map(str, command)], env=environment, cwd=tree, check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run([*map(str, command)], env=environment, cwd=tree, stdout=subprocess.DEVNULL)
+        if not out.is_file():
+            sys.exit(f"{tree}: the bench ended with status {done.returncode} and wrote nothing.")
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
 

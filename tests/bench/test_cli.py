@@ -53,6 +53,13 @@ def test_offline_measures_each_case_and_writes_figures_picture_and_traces(folder
     assert json.loads((tmp_path / names[0]).read_text())["traceEvents"]
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(folder, tmp_path):
+    (tmp_path / "file").touch()
+    stdout, told = bench("offline", folder, "--case", "h9:8:1:5", "--out", tmp_path / "file" / "o.json", status=2)
+    assert "path_unusable" in told
+    assert "p50_ms" not in told + stdout
+
+
 def test_a_run_that_is_stopped_keeps_the_cases_that_it_measured(folder, tmp_path):
     out = tmp_path / "o.json"
     words = ["--case", "h9:8:1:5", "--case", "h9:8:1:1000000", "--out", out]

@@ -294,26 +294,32 @@ class _Record:
     """A run's results as they come: each is told, and written with those before it. A run that is stopped keeps what it has."""
 
     def __init__(self, facts: dict[str, Any], columns: Sequence[str], out: Path | None, as_json: bool) -> None:
+        from ..core.files import make_parent
+
         self._facts, self._columns, self._out, self._as_json = facts, columns, out, as_json
         self._results: list[dict[str, Any]] = []
+        if out is not None:
+            make_parent(out)  # before hours of measuring, not behind them
 
     def add(self, result: dict[str, Any]) -> None:
         """That of one more case."""
         from ..bench.report import line
 
         self._results.append(result)
-        self._write(finished=False)
-        _say(line(self._columns, [result.get(column) for column in self._columns]))
+        try:
+            self._write(finished=False)
+        finally:  # also where the disk is full
+            _say(line(self._columns, [result.get(column) for column in self._columns]))
 
     def finish(self, plot: Path | None, draw: Callable[[Sequence[dict[str, Any]], Path], None]) -> None:
         """Prints, writes and draws all; exit status 1 when an answer was wrong."""
         from ..bench.report import table
 
-        facts = self._write(finished=True)
         if self._as_json:
-            print(json.dumps(facts))
+            print(json.dumps(self._all(finished=True)))
         else:
             print(table(self._columns, [[result.get(column) for column in self._columns] for result in self._results]))
+        self._write(finished=True)
         if plot is not None:
             draw(self._results, plot)
         wrong = [result for result in self._results if result.get("faulty_answers")]
@@ -322,14 +328,15 @@ class _Record:
         if wrong:
             raise typer.Exit(1)
 
-    def _write(self, *, finished: bool) -> dict[str, Any]:
+    def _all(self, *, finished: bool) -> dict[str, Any]:
+        return {**self._facts, "finished": finished, "results": self._results}
+
+    def _write(self, *, finished: bool) -> None:
         """To the file, if there is one."""
         from ..core.files import write_json
 
-        facts = {**self._facts, "finished": finished, "results": self._results}
         if self._out is not None:
-            write_json(self._out, facts)
-        return facts
+            write_json(self._out, self._all(finished=finished))
 
 
 def _case(tokens: int, history: int | None, n: int, loads: str) -> str:

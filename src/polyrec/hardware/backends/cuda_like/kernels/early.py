@@ -39,6 +39,7 @@ def early() -> dict[str, bool]:
 
 @functools.cache
 def _device_has_it() -> bool:
+    """The process's one device, which its runtime selected."""
     if triton.knobs.runtime.interpret:
         return False
     target = driver.active.get_current_target()
