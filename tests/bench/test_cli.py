@@ -10,6 +10,8 @@ import pytest
 from polyrec.bench.offline import fault_of_scores, with_settings
 from polyrec.core.errors import ConfigError
 from polyrec.engine.searches import SearchResult
+from polyrec.hardware import get_hardware_backend
+from polyrec.hardware.base.config import HardwareConfig
 
 PNG = b"\x89PNG"
 
@@ -98,6 +100,8 @@ def test_serve_starts_a_server_and_checks_its_answers(folder, tmp_path):
         assert (row["requests"], row["faulty_answers"]) == (12, 0)
         assert row["counters"]["polyrec_engine_requests_total"] == 12 + warm
     assert facts["ready_seconds"] > 0
+    device = get_hardware_backend(HardwareConfig(device="cpu")).runtime.device_name()
+    assert facts["server"] == {"device": device, "graph_bytes": 0}
     assert facts["server_options"] == ["--num-threads", "1"]
     assert plot.is_file()
 

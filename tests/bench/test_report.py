@@ -1,9 +1,14 @@
-"""Percentiles, origin and table."""
+"""Percentiles, origin, table, and what a server tells."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from polyrec.bench.report import COMMIT_VARIABLE, commit, line, origin, summary, table
+from polyrec.bench.server import samples_of, server_facts
 
 
 def test_percentiles_are_of_the_latencies_and_the_rate_is_of_the_wall_clock():
@@ -36,3 +41,15 @@ def test_tables_align():
 
 def test_a_line_says_what_there_is():
     assert line(("a", "b", "long"), (1, None, 2.0)) == "a 1, long 2.00"
+
+
+def test_a_server_tells_its_device_and_its_graphs_memory():
+    name = 'a "fast" {device}\\1, 2'
+    info = GaugeMetricFamily("polyrec_device_info", "Always 1.", labels=["device"])
+    info.add_metric([name], 1)
+    registry = SimpleNamespace(
+        collect=lambda: [info, GaugeMetricFamily("polyrec_engine_graph_bytes", "Memory.", value=7)]
+    )
+    text = generate_latest(registry).decode()
+    assert server_facts(samples_of(text)) == {"device": name, "graph_bytes": 7.0}
+    assert server_facts({}) == {"device": None, "graph_bytes": None}

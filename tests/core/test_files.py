@@ -33,6 +33,15 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+def test_a_folder_in_a_files_place_is_told_with_a_remedy(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ConfigError) as error:
+        write_json(tmp_path / "a.json", {})
+    assert (error.value.code, bool(error.value.remedy)) == ("path_unusable", True)
+    assert "is a folder" in error.value.message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
 @pytest.mark.parametrize("place", ["file/a.json", "file/deeper/a.json"])
 @pytest.mark.parametrize("make", [atomic_path, atomic_folder])
 def test_a_file_in_the_way_is_told_with_a_remedy(tmp_path, place, make):

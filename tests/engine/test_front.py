@@ -133,7 +133,7 @@ def test_names_may_be_missing(recommender, front):
 
 
 def test_another_catalog_is_refused(folder, front):
-    wrong = EngineFacts("level", 100, 100, NUM_ITEMS + 1)
+    wrong = EngineFacts("level", 100, 100, NUM_ITEMS + 1, "a device")
     with pytest.raises(AssertionError):
         Front.of_folder(read_folder(folder), wrong)
 
@@ -146,7 +146,7 @@ def test_it_loads_no_torch():
 @pytest.mark.parametrize("max_prompt_tokens", [5, 40, 1000])
 def test_a_sample_is_prepared_and_finished(front, max_prompt_tokens):
     """Whatever the model takes."""
-    facts = EngineFacts("level", max_prompt_tokens, 10_000, NUM_ITEMS)
+    facts = EngineFacts("level", max_prompt_tokens, 10_000, NUM_ITEMS, "a device")
     other = Front(front.catalog, front.layout, "basket", PromptConfig(max_items=1000, basket_token=False), facts)
     history, n, found = other.sample()
     prepared = other.prepare(RecommendRequest(history=history, n=n))

@@ -36,6 +36,13 @@ def codes_of(row: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
+class FakeFacts:
+    """What only the loaded engine knows."""
+
+    device: str
+
+
+@dataclass(frozen=True)
 class FakePrepared:
     """The request itself is what goes to the engine."""
 
@@ -149,16 +156,16 @@ def load_fake(folder: Path, settings: ServerSettings, state: ServerState) -> Ser
         raise PolyrecError("model_broken", "The model is broken.", "Mend it.")
     while (folder / "slow").exists():
         time.sleep(0.01)
-    state.facts = "loaded"
+    state.facts = FakeFacts('a "fake" device')
     front, layout, chat = load_parts(folder, state.facts)
     loop = FakeLoop(layout, settings.max_queue)
     loop.start()
     return Service(loop, front, layout, chat)
 
 
-def load_parts(folder: Path, facts: str) -> tuple[FakeFront, SidLayout, ChatPrompt]:
+def load_parts(folder: Path, facts: FakeFacts) -> tuple[FakeFront, SidLayout, ChatPrompt]:
     """What an HTTP worker loads; a file `no_parts` or `parts_bug` in the folder has its effect there."""
-    assert facts == "loaded"
+    assert facts.device
     in_worker = multiprocessing.parent_process() is not None
     if in_worker and (folder / "no_parts").exists():
         raise PolyrecError("parts_broken", "The catalog is broken.", "Mend it.")

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_engine import load_parts
+from fake_engine import FakeFacts, load_parts
 from processes import eventually
 
 from polyrec.server.channel import Ask, Drain, Facts, Status, packed, take_messages
@@ -35,7 +35,7 @@ def test_a_worker_told_to_end_at_once_counts_what_it_gives_up(
         worker._engine._took = 1.0  # so the next answer is not expected soon
         thread = threading.Thread(target=worker.run, args=([listener],))
         thread.start()
-        own.sendall(packed(Facts("loaded")) + packed(Status("ready", True, 0, {})))
+        own.sendall(packed(Facts(FakeFacts("a device"))) + packed(Status("ready", True, 0, {})))
         body = b'{"history": ["i1"]}'
         head = f"POST /v1/recommend HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .cases import Case, Target, body_of, fresh_seed
 from .load import run_load
-from .server import counters, grown, start_profile, stop_profile
+from .server import counters, grown, server_facts, start_profile, stop_profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +21,10 @@ class Clients:
     processes: int
     api_key: str | None = None
     timeout: float = 300.0
+
+    def server(self) -> dict[str, Any]:
+        """What the server tells of itself, for the record: `server_facts`."""
+        return {"server": server_facts(counters(self.url, self.api_key))}
 
     def run(self, case: Case, bodies: Sequence[bytes], **options: Any) -> dict[str, Any]:
         """`run_load` for one case, with its facts and the counters' growth."""

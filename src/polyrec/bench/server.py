@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 from .load import LoadError
 
 STOP_SECONDS = 60.0
+_DEVICE = re.compile(r'polyrec_device_info\{device=("(?:[^"\\]|\\.)*")\}')
 
 
 @contextmanager
@@ -67,7 +70,11 @@ def _wait_ready(process: subprocess.Popen[str], deadline: float) -> str:
 
 def counters(url: str, api_key: str | None = None) -> dict[str, float]:
     """Every sample of /metrics, `name{labels}` -> value."""
-    text = _ask(url, "/metrics", api_key)
+    return samples_of(_ask(url, "/metrics", api_key))
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """The samples in Prometheus' text format."""
     samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}
 
@@ -90,6 +97,15 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
         if bare.startswith("polyrec_") and bare.endswith("_total") and value != before.get(name, 0.0):
             found[name] = value - before.get(name, 0.0)
     return found
+
+
+def server_facts(samples: dict[str, float]) -> dict[str, Any]:
+    """device: its name, None where the server does not tell. graph_bytes: of its memory, for recorded graphs."""
+    devices = (_DEVICE.fullmatch(name) for name in samples)
+    return {
+        "device": next((json.loads(found[1]) for found in devices if found), None),
+        "graph_bytes": samples.get("polyrec_engine_graph_bytes"),
+    }
 
 
 def _ask(url: str, path: str, api_key: str | None, method: str = "GET") -> str:

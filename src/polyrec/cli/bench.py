@@ -218,7 +218,7 @@ def serve(
     columns = ("tokens", "n", load, "requests", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     with ExitStack() as stack:
         asked, ready = _clients(stack, target, url, processes, api_key, [*own, *context.args])
-        facts = run.facts("serve", target) | {"ready_seconds": ready, "server_options": context.args}
+        facts = run.facts("serve", target) | asked.server() | {"ready_seconds": ready, "server_options": context.args}
         record = _Record(facts, columns, out, as_json)
         for one, value in itertools.product(cases, rates):
             record.add(serve.run_case(asked, one, one.requests or requests, warmup, value))
@@ -264,7 +264,7 @@ def cache(
     columns = ("visit", "tokens", "n", "clients", "p50_ms", "p90_ms", "p99_ms", "requests_per_second", "faulty_answers")
     with ExitStack() as stack:
         asked, ready = _clients(stack, target, url, processes, api_key, context.args)
-        facts = run.facts("cache", target) | {"ready_seconds": ready, "server_options": context.args}
+        facts = run.facts("cache", target) | asked.server() | {"ready_seconds": ready, "server_options": context.args}
         record = _Record(facts, columns, out, as_json)
         for one in cases:
             for visit, found in serve.run_returning(asked, one, one.requests or users, new_items).items():
@@ -294,12 +294,12 @@ class _Record:
     """A run's results as they come: each is told, and written with those before it. A run that is stopped keeps what it has."""
 
     def __init__(self, facts: dict[str, Any], columns: Sequence[str], out: Path | None, as_json: bool) -> None:
-        from ..core.files import make_parent
+        from ..core.files import prepare_file
 
         self._facts, self._columns, self._out, self._as_json = facts, columns, out, as_json
         self._results: list[dict[str, Any]] = []
         if out is not None:
-            make_parent(out)  # before hours of measuring, not behind them
+            prepare_file(out)  # before hours of measuring, not behind them
 
     def add(self, result: dict[str, Any]) -> None:
         """That of one more case."""

@@ -19,7 +19,7 @@ from .errors import ConfigError
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path with the same suffix; on success it becomes `path`, on any error nothing is left."""
     path = Path(path)
-    make_parent(path)
+    prepare_file(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -52,8 +52,17 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
 
 
+def prepare_file(path: Path) -> None:
+    """`make_parent` for a file; a folder of that name, which no file can replace, is a ConfigError."""
+    make_parent(path)
+    if path.is_dir():
+        raise ConfigError(
+            "path_unusable", f"{path} cannot be written: it is a folder.", "Name a file, in it or elsewhere."
+        )
+
+
 def make_parent(path: Path) -> None:
-    """Makes the folder that `path` shall stand in; a file in the way, or a folder in the place of a file, is a ConfigError."""
+    """Makes the folder that `path` shall stand in; a file in the way is a ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:

@@ -36,12 +36,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What only the loaded engine knows. num_leaves: of its trie, which must be the front's."""
+    """What only the loaded engine knows. num_leaves: of its trie, which must be the front's. device: its vendor's name."""
 
     score_rule: ScoreRule
     max_prompt_tokens: int
     vocab_size: int
     num_leaves: int
+    device: str
 
 
 class Front:

@@ -72,7 +72,8 @@ class Recommender:
             )
         trie = folder.catalog.trie
         self.engine = Engine(model, folder.layout, trie, backend, self._config)
-        facts = EngineFacts(self.score_rule, self.max_prompt_tokens, model.config.vocab_size, trie.num_leaves)
+        name, size = backend.runtime.device_name(), model.config.vocab_size
+        facts = EngineFacts(self.score_rule, self.max_prompt_tokens, size, trie.num_leaves, name)
         self.front = Front.of_folder(folder, facts)
         self.lock = threading.Lock()  # held by whoever runs the engine
 

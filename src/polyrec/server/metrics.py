@@ -173,6 +173,12 @@ class _EngineCollector(Collector):
         info = GaugeMetricFamily("polyrec_build_info", "Always 1; the label tells the version.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
+        if self._state.facts is not None:
+            device = GaugeMetricFamily(
+                "polyrec_device_info", "Always 1; the label names the device.", labels=["device"]
+            )
+            device.add_metric([self._state.facts.device], 1)
+            yield device
         yield GaugeMetricFamily("polyrec_ready", "1 when requests are answered.", value=int(self._state.ready))
         depth = service.loop.depth if service else 0
         yield GaugeMetricFamily("polyrec_queue_depth", "Requests waiting for the engine.", value=depth)

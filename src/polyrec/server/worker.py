@@ -124,6 +124,7 @@ class Worker(uvicorn.Server):
             self._send(Failed(error))
             self.should_exit = True
             return
+        self._state.facts = facts
         self._service = Service(self._engine, front, layout, chat, profile)
         if self._start.stays_awake:
             self._engine.rehearse = Rehearsal(self._service, self._start.settings)
