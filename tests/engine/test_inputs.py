@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +14,16 @@ from polyrec.engine.inputs import BatchInputs
 from polyrec.engine.searches import SearchRequest
 from polyrec.hardware import get_hardware_backend
 from polyrec.hardware.base.config import HardwareConfig
+from polyrec.hardware.ops.search import NodeFilter
 from polyrec.kvcache.prefix import Held
 
-PLACES, TOKENS, LONGEST, PAGE = 4, 64, 48, 8
+PLACES, TOKENS, NODES, LONGEST, PAGE = 4, 64, 20, 48, 8
 
 
 @pytest.fixture
 def inputs():
     runtime = get_hardware_backend(HardwareConfig(device="cpu")).runtime
-    return BatchInputs(PLACES, TOKENS, LONGEST, PAGE, runtime, torch.device("cpu"))
+    return BatchInputs(PLACES, TOKENS, NODES, LONGEST, PAGE, runtime, torch.device("cpu"))
 
 
 def random_batch(rng, most=PLACES):
@@ -61,6 +63,28 @@ def test_each_batch_leaves_nothing_to_the_next(inputs):
         assert inputs.table.pages.tolist() == pages.tolist()
         wanted_tokens = torch.from_numpy(packed) if tokens else before[: len(packed)]
         assert torch.equal(inputs.token_ids[: len(packed)], wanted_tokens)
+
+
+def test_filters_come_and_go(inputs):
+    """Places that are nobody's list nothing, and a batch without filters finds none of an earlier one's."""
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        batch, parts = random_batch(rng)
+        counts, allow = np.zeros(PLACES, int), np.zeros(PLACES, int)
+        listed = []
+        if rng.random() < 0.6:
+            num = len(parts)
+            counts[:num], allow[:num] = rng.integers(0, NODES // PLACES, num), rng.integers(0, 2, num)
+            listed = rng.integers(0, 1000, counts.sum()).tolist()
+            found = NodeFilter(*map(torch.tensor, (listed, counts[:num].cumsum(), allow[:num])))
+            batch = dataclasses.replace(batch, node_filter=found)
+        inputs.fill(batch, 0)
+        inputs.launched()
+        node_filter = inputs.node_filter(PLACES)
+        assert node_filter.ends.tolist() == counts.cumsum().tolist()
+        assert node_filter.allow.tolist() == allow.tolist()
+        assert node_filter.nodes[: len(listed)].tolist() == listed
+        assert inputs.lengths[: len(parts)].tolist() == batch.lengths.tolist()
 
 
 def test_a_batch_tells_torch_the_same():

@@ -332,9 +332,7 @@ def test_filtered_searches_are_recorded_too_before_they_are_asked_for(parts, mon
     engine, told, captured = make_engine(parts, recorded=True), [], []
     engine.record_graphs(told.append)
     shapes = [f"search of {requests} requests, {width} beams" for requests, width in product((1, 2, 4), (4, 8))]
-    assert sorted(one for one in told if one.startswith("search")) == sorted(
-        [*shapes, *(f"{shape}, filtered" for shape in shapes)]
-    )
+    assert sorted(one for one in told if one.startswith("search")) == sorted(shapes)
     monkeypatch.setattr(engine._runner._backend.graph, "capture", lambda *arguments: captured.append(arguments))
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, LAYOUT.begin, 20) for _ in range(3)]
@@ -353,7 +351,7 @@ def test_filtered_searches_are_recorded_too_before_they_are_asked_for(parts, mon
 def test_a_batch_that_fits_no_recorded_search_is_counted(parts):
     """Here its filter lists more nodes than the recorded ones have room for."""
     engine = make_engine(parts, recorded=True)
-    engine._runner._sizes = SIZES.model_copy(update={"filter_keys": 2})
+    engine._runner._sizes = SIZES.model_copy(update={"filter_nodes": 2})
     few, many = (dataclasses.replace(request([1, 2, 3]), excluded=np.arange(count)) for count in (1, 30))
     counts = []
     for one in (few, many, many, few):

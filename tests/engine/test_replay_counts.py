@@ -28,7 +28,7 @@ from polyrec.server.metrics import ServerMetrics
 from polyrec.testing.tiny import write_tiny_model
 
 WAIT_S = 30
-SIZES = GraphSizes(requests=(1, 2), widths=(4, 8), tokens=(16, 32), rest_tokens=(32,), filter_keys=8)
+SIZES = GraphSizes(requests=(1, 2), widths=(4, 8), tokens=(16, 32), rest_tokens=(32,), filter_nodes=8)
 
 
 class SpareRows(SdpaAttention):
@@ -89,7 +89,7 @@ def serving(folder, *, captures, graphs=SIZES):
 
 def figures(loop):
     """Batches, replays and batches that no recorded graph took, as GET /metrics shows them."""
-    state = SimpleNamespace(service=SimpleNamespace(loop=loop), ready=True)
+    state = SimpleNamespace(service=SimpleNamespace(loop=loop), facts=None, ready=True)
     text = asyncio.run(ServerMetrics(state, 1).render()).decode()
     names = ("batches", "replays", "unrecorded_batches")
     return tuple(float(re.search(rf"^polyrec_engine_{name}_total (\S+)$", text, re.M)[1]) for name in names)

@@ -81,20 +81,21 @@ def random_beams(rng, requests, width, nodes):
 
 def random_filter(rng, tree, requests):
     """Some requests allow, some exclude, some do neither; -> the op's argument and the same as predicates."""
-    keys, allow, predicates = [], [], []
-    stride = len(tree.code) + int(rng.integers(0, 3))
-    for request in range(requests):
+    nodes, ends, allow, predicates = [], [], [], []
+    for _ in range(requests):
         listed = set(rng.choice(len(tree.code), int(rng.integers(0, len(tree.code))), replace=False).tolist())
         kind = rng.choice(["allow", "exclude", "neither"])
         listed = set() if kind == "neither" else listed
-        allow.append(bool(kind == "allow"))
-        keys += [request * stride + node for node in sorted(listed)]
+        allow.append(int(kind == "allow"))
+        nodes += sorted(listed)
+        ends.append(len(nodes))
         predicates.append(
             (lambda child, listed=listed: child in listed)
             if kind == "allow"
             else (lambda child, listed=listed: child not in listed)
         )
-    return NodeFilter(torch.tensor(keys, dtype=torch.int64), torch.tensor(allow), stride), predicates
+    nodes += rng.integers(0, len(tree.code), int(rng.integers(0, 3))).tolist()  # which nobody lists
+    return NodeFilter(*(torch.tensor(each, dtype=torch.int64) for each in (nodes, ends, allow))), predicates
 
 
 @pytest.mark.parametrize("seed", range(40))

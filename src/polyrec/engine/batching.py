@@ -99,23 +99,22 @@ def pages_of(held: Sequence[Held]) -> np.ndarray:
 
 
 def make_filter(requests: Sequence[SearchRequest], trie: Trie) -> NodeFilter | None:
-    """Each request's dead or live nodes as sorted keys; None when no request filters anything."""
+    """Each request's dead or live nodes; None when no request filters anything."""
     if all(request.excluded is None and request.allowed is None for request in requests):
         return None
-    keys, allow = [], []
-    for index, request in enumerate(requests):
+    listed, ends, allow = list[np.ndarray](), list[int](), list[bool]()
+    for request in requests:
         allowed = request.allowed
         if allowed is not None and request.excluded is not None:
             allowed = np.setdiff1d(allowed, request.excluded)
         allow.append(allowed is not None)
         if allowed is not None:
-            levels = live_nodes(trie, allowed)
+            listed += live_nodes(trie, allowed)
         elif request.excluded is not None:
-            levels = dead_nodes(trie, request.excluded)
-        else:
-            continue
-        keys.append(np.concatenate(levels) + index * trie.num_nodes)
-    return NodeFilter(keys=torch.from_numpy(np.concatenate(keys)), allow=torch.tensor(allow), stride=trie.num_nodes)
+            listed += dead_nodes(trie, request.excluded)
+        ends.append(sum(map(len, listed)))
+    nodes = torch.from_numpy(np.concatenate(listed).astype(np.int64, copy=False))
+    return NodeFilter(nodes, torch.tensor(ends), torch.tensor(allow, dtype=torch.int64))
 
 
 def split_results(requests: Sequence[SearchRequest], scores: Tensor, nodes: Tensor, trie: Trie) -> list[SearchResult]:

@@ -22,12 +22,11 @@ from ..core.config import Settings
 from ..hardware.base.attention import HostPlan, PackedLayout
 from ..hardware.base.backend import HardwareBackend
 from ..hardware.base.graph import CapturedGraph
-from ..hardware.ops.search import Beams, NodeFilter
+from ..hardware.ops.search import Beams
 from .batching import Batch
 from .inputs import BatchInputs
 from .search import Prompts, Searcher, SearchInputs, make_prompts
 
-NO_KEY = torch.iinfo(torch.int64).max
 # Prefills of so few tokens after cached ones are recorded once more, for batches in which every prompt's beginning is cached,
 # as that of a returning user alone: without the launches that serve whole prompts, one a layer. Those save 0.07 of 4.9 ms on an
 # H200 (25 tokens after 2,432, n 50); for how many tokens that is worth a recording is an estimate.
@@ -36,7 +35,7 @@ MOST_ALL_BEGUN = 128
 
 class GraphSizes(Settings):
     """What is recorded. requests, widths: of a search; tokens: of a prefill; rest_tokens: of a prefill of which some prompts'
-    beginnings are cached; filter_keys: room for nodes that filters list. max_rows: requests · width of a search.
+    beginnings are cached; filter_nodes: room for those that a batch's filters list. max_rows: requests · width of a search.
     """
 
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -47,7 +46,7 @@ class GraphSizes(Settings):
         *range(2048, 16_384 + 1, 512),
     )
     rest_tokens: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-    filter_keys: int = Field(65_536, ge=1)
+    filter_nodes: int = Field(65_536, ge=1)
     max_rows: int = Field(16_384, ge=1)
 
 
@@ -78,14 +77,13 @@ class PrefillShape(NamedTuple):
 
 
 class SearchShape(NamedTuple):
-    """What a search is recorded for: its most requests, its width, and whether it filters."""
+    """What a search is recorded for: its most requests, and its width. Whether it filters is device data."""
 
     requests: int
     width: int
-    filtered: bool
 
     def __str__(self) -> str:
-        return f"search of {self.requests} requests, {self.width} beams" + ", filtered" * self.filtered
+        return f"search of {self.requests} requests, {self.width} beams"
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,12 @@ class RecordedPrefill:
 
 @dataclass(frozen=True)
 class RecordedSearch:
-    """One recorded search of so many requests, and what its attention is told before each replay. What it reads beside the
-    batch's inputs and the prefill's results: if it filters, keys and allow."""
+    """One recorded search of so many requests, and what its attention is told before each replay. It reads the batch's inputs
+    and the prefill's results."""
 
     graph: CapturedGraph
     requests: int
     host_plan: HostPlan | None
-    node_filter: NodeFilter | None
 
 
 class GraphRunner:
@@ -136,6 +133,7 @@ class GraphRunner:
         self._inputs = BatchInputs(
             max(sizes.requests),
             max((*self._tokens[False], *self._tokens[True]), default=0),
+            sizes.filter_nodes,
             max_prompt,
             page_size,
             backend.runtime,
@@ -181,11 +179,9 @@ class GraphRunner:
                     self._prefill_of(shape)
                     if on_progress:
                         on_progress(str(shape))
-        for filtered, width, requests in product(
-            (False, True), reversed(self._sizes.widths), reversed(self._sizes.requests)
-        ):
+        for width, requests in product(reversed(self._sizes.widths), reversed(self._sizes.requests)):
             if requests * width <= self._sizes.max_rows:
-                search = SearchShape(requests, width, filtered)
+                search = SearchShape(requests, width)
                 self._search_of(search)
                 if on_progress:
                     on_progress(str(search))
@@ -196,9 +192,9 @@ class GraphRunner:
         requests, width = first_from(batch.num_requests, sizes.requests), first_from(batch.width, sizes.widths)
         if requests is None or width is None or requests * width > sizes.max_rows:
             return None
-        if found is not None and len(found.keys) > sizes.filter_keys:
+        if found is not None and len(found.nodes) > sizes.filter_nodes:
             return None
-        return SearchShape(requests, width, found is not None)
+        return SearchShape(requests, width)
 
     def _recorded_tokens(self, cached: bool) -> tuple[int, ...]:
         """Sizes of recorded prefills."""
@@ -215,7 +211,6 @@ class GraphRunner:
 
     def _launch(self, batch: Batch, prefill: RecordedPrefill | None, search: RecordedSearch) -> Beams:
         self._prefill(prefill, batch)
-        self._fill_filter(search.node_filter, batch.node_filter)
         if search.host_plan is not None:  # now that the prefill is launched: the host works while the device does
             search.host_plan.renew(batch.prompt_lengths)
         lengths = padded(batch.prompt_lengths, search.requests)
@@ -236,14 +231,6 @@ class GraphRunner:
             prefill.host_plan.renew(batch.lengths)
         prefill.graph.replay()
         self.num_replays += 1
-
-    def _fill_filter(self, node_filter: NodeFilter | None, found: NodeFilter | None) -> None:
-        if node_filter is None or found is None:
-            return
-        pin = self._backend.runtime.pin
-        node_filter.keys.fill_(NO_KEY)
-        node_filter.keys[: len(found.keys)].copy_(pin(found.keys), non_blocking=True)
-        node_filter.allow.copy_(pin(padded(found.allow, len(node_filter.allow))), non_blocking=True)
 
     def _may_be_begun(self, tokens: int) -> bool:
         """Whether prefills of so many tokens are recorded for prompts that are all begun: a page of each is cached at least."""
@@ -278,17 +265,13 @@ class GraphRunner:
         return RecordedPrefill(self._capture(run, shape), tokens, host_plan)
 
     def _record_search(self, shape: SearchShape) -> RecordedSearch:
-        requests, width, filtered = shape
-        device, inputs, hidden = self._hidden.device, self._inputs, self._hidden[:requests]
+        requests, width = shape
+        inputs, hidden = self._inputs, self._hidden[:requests]
         inputs.clear()
         inputs.lengths.fill_(1)
         inputs.widths.fill_(width)
         hidden.zero_()
-        node_filter = None
-        if filtered:
-            keys = torch.full((self._sizes.filter_keys,), NO_KEY, device=device)
-            allow = torch.zeros(requests, dtype=torch.bool, device=device)
-            node_filter = NodeFilter(keys, allow, self._searcher.num_nodes)
+        node_filter = inputs.node_filter(requests)
         longest = inputs.table.longest
         table = dataclasses.replace(inputs.table, pages=inputs.table.pages[:requests], cached=inputs.cached[:requests])
         host_plan = self._searcher.attention.search_host_plan(table, self._searcher.pool, width=width)
@@ -299,7 +282,7 @@ class GraphRunner:
             layout = PackedLayout(inputs.lengths[:requests], longest, longest, table=table, host_plan=host_plan)
             return self._searcher.search(SearchInputs(hidden, layout, inputs.widths[:requests], width, node_filter))
 
-        return RecordedSearch(self._capture(run, shape), requests, host_plan, node_filter)
+        return RecordedSearch(self._capture(run, shape), requests, host_plan)
 
     def _capture(self, run: Callable[[], Any], shape: PrefillShape | SearchShape) -> CapturedGraph:
         run.__qualname__ = str(shape)  # what a capture that fails is called

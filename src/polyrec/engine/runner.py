@@ -92,5 +92,5 @@ class DirectRunner:
         prompts = make_prompts(batch, move)
         hidden = self._searcher.prefill(prompts)
         found = batch.node_filter
-        node_filter = None if found is None else NodeFilter(move(found.keys), move(found.allow), found.stride)
+        node_filter = None if found is None else NodeFilter(move(found.nodes), move(found.ends), move(found.allow))
         return self._searcher.search(SearchInputs(hidden, prompts.layout, move(batch.widths), batch.width, node_filter))

@@ -75,7 +75,6 @@ class Searcher:
         )
         # A level cannot hold more beams than it has nodes.
         self._level_nodes = [int(trie.level_starts[lv + 1] - trie.level_starts[lv]) for lv in range(1, trie.depth + 1)]
-        self.num_nodes = trie.num_nodes
         self.head_weight = model.head_weight
         self.attention = attention
         self.pool = pool

@@ -786,10 +786,12 @@ def test_lists_of_candidates_become_one(device, name, filtered, monkeypatch):
     node = 1 + torch.stack([chosen(parents, num_beams) for _ in range(requests)])
     node_filter = None
     if filtered:
-        keys = [
-            request * 2 * len(code) + chosen(len(code), len(code) // 2).sort().values for request in range(requests)
-        ]
-        node_filter = NodeFilter(torch.cat(keys), torch.arange(requests) % 2 == 0, 2 * len(code))
+        counts = [0 if request % 3 == 2 else len(code) // (2 + request) for request in range(requests)]
+        listed = [chosen(len(code), number).sort().values for number in counts]
+        stale = chosen(len(code), 5)
+        node_filter = NodeFilter(
+            torch.cat((*listed, stale)), torch.tensor(counts).cumsum(0), (torch.arange(requests) + 1) % 2
+        )
     arguments = {
         "logits": (draw(requests, num_beams, fan) * 8).round() / 8,
         "normalizer": draw(requests, num_beams).round(),

@@ -29,13 +29,14 @@ class TrieArrays:
 class NodeFilter:
     """Which nodes each request of a batch may use.
 
-    keys: int64 [K] sorted, request · stride + node. allow: bool [R]; True: only listed nodes live (an allow list);
-    False: listed nodes are dead (an exclusion). stride: at least the number of nodes.
+    nodes: int64 [K], each request's rising, one request's behind another's. ends: int64 [R], rising: where each one's end;
+    behind the last is anything. allow: int64 [R]; 1: only listed nodes live (an allow list); 0: listed nodes are dead (an
+    exclusion, also of none).
     """
 
-    keys: Tensor
+    nodes: Tensor
+    ends: Tensor
     allow: Tensor
-    stride: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def beam_step(
     before = torch.cumsum(count, 0) - count
     child = start.reshape(-1)[row] + torch.arange(len(row), device=device) - before[row]
     if node_filter is not None:
-        kept = _allowed(child, row // old_width, node_filter)
+        kept = is_allowed(child, row // old_width, node_filter, len(trie.code))
         row, child = row[kept], child[kept]
     gain = logits.reshape(-1, num_codes)[row, trie.code[child]].float()
     lse = (
@@ -92,14 +93,17 @@ def beam_step(
     return _best(score, row, child, requests, old_width, widths, width)
 
 
-def _allowed(child: Tensor, request: Tensor, node_filter: NodeFilter) -> Tensor:
-    """bool per candidate, by binary search in the sorted keys."""
-    key = request * node_filter.stride + child
-    if len(node_filter.keys) == 0:
-        return ~node_filter.allow[request]
-    place = torch.searchsorted(node_filter.keys, key).clamp_max(len(node_filter.keys) - 1)
-    listed = node_filter.keys[place] == key
-    return listed == node_filter.allow[request]
+def is_allowed(child: Tensor, request: Tensor, node_filter: NodeFilter, num_nodes: int) -> Tensor:
+    """bool per candidate, by binary search among all requests' nodes; `request` is broadcast to `child`. No shape depends on a
+    value."""
+    nodes, only = node_filter.nodes, node_filter.allow[request] != 0
+    if len(nodes) == 0:
+        return (~only).expand(child.shape)
+    # What is nobody's counts as the next request's, which nobody asks for: above all keys, in whatever order.
+    owner = torch.searchsorted(node_filter.ends, torch.arange(len(nodes), device=nodes.device), right=True)
+    keys, key = owner * num_nodes + nodes, request * num_nodes + child
+    listed = keys[torch.searchsorted(keys, key).clamp_max(len(keys) - 1)] == key
+    return listed == only
 
 
 def _children_normalizer(gain: Tensor, row: Tensor, rows: int) -> Tensor:
@@ -201,11 +205,13 @@ def _beam_step_cases(draw: Draw) -> Iterator[Case]:
         rest = {"widths": draw.integers(1, 2 * width + 1, requests), "width": 2 * width}
         yield {**case, "node_filter": None, **rest}
         if draw.full:
-            keys = (
-                torch.arange(requests)[:, None] * len(code) * 2 + draw.distinct(len(code), len(code) // 2).sort().values
+            counts = [0, len(code) // 2, len(code) // 3][:requests]
+            listed = [draw.distinct(len(code), count).sort().values for count in counts]
+            stale = draw.integers(0, len(code), 5)
+            node_filter = NodeFilter(
+                torch.cat((*listed, stale)), torch.tensor(counts).cumsum(0), torch.arange(requests) % 2
             )
-            allow = torch.arange(requests) % 2 == 0
-            yield {**case, "node_filter": NodeFilter(keys.flatten(), allow, len(code) * 2), **rest}
+            yield {**case, "node_filter": node_filter, **rest}
             yield {**case, "normalizer": None, "node_filter": None, **rest}
 
 

@@ -66,31 +66,49 @@ def _beam_of(candidate, offsets, num_beams, num_steps):
 
 
 @triton.jit
-def _is_allowed(child, request, keys, allow, num_keys, stride, valid, KEY_STEPS: tl.constexpr):
-    """Whether the request may use the node: bisection for the first listed key that is not below it."""
-    wanted = request * stride + child
-    low = tl.zeros_like(wanted)
-    high = tl.zeros_like(wanted) + num_keys
-    for _ in tl.static_range(KEY_STEPS):
-        middle = (low + high) // 2
-        below = tl.load(keys + middle, mask=valid & (middle < num_keys), other=0) < wanted
-        open_ = low < high
-        low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & ~below, middle, high)
-    listed = valid & (low < num_keys)
-    listed &= tl.load(keys + low, mask=listed, other=0) == wanted
-    return listed == (tl.load(allow + request) != 0)
+def _listed_of(request, ends, allow, FILTERED: tl.constexpr):
+    """Where the nodes that are listed for a request begin and end, and whether only they live."""
+    begin, end, only = 0, 0, False
+    if FILTERED:
+        begin = tl.load(ends + request - 1, mask=request > 0, other=0)
+        end = tl.load(ends + request)
+        only = tl.load(allow + request) != 0
+    return begin, end, only
+
+
+@triton.jit
+def _is_allowed(child, nodes, begin, end, only, valid):
+    """Whether the request may use the node: bisection for the first listed one that is not below it. Nothing of that is done
+    where none is listed, as for most requests."""
+    if end > begin:
+        low = tl.zeros_like(child) + begin
+        high = tl.zeros_like(child) + end
+        left = end - begin
+        while left > 0:
+            middle = (low + high) // 2
+            below = tl.load(nodes + middle, mask=valid & (middle < end), other=0) < child
+            open_ = low < high
+            low = tl.where(open_ & below, middle + 1, low)
+            high = tl.where(open_ & ~below, middle, high)
+            left = left // 2
+        found = valid & (low < end)
+        found &= tl.load(nodes + low, mask=found, other=0) == child
+        kept = found == only
+    else:
+        kept = valid & (only == 0)
+    return kept
 
 
 @triton.jit
 def children_kernel(
-    logits, node, score, first_child, code, keys, allow, num_keys, stride, result, num_beams, num_codes,
-    BLOCK: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr, EARLY: tl.constexpr,
+    logits, node, score, first_child, code, nodes, ends, allow, result, num_beams, num_codes,
+    BLOCK: tl.constexpr, FILTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per beam: log-sum-exp over the children that the request may use -> result fp32 [R, W]."""
     wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     request = row // num_beams
+    listed_from, listed_to, only = _listed_of(request, ends, allow, FILTERED)
     own = tl.load(node + row)
     begin = tl.load(first_child + own)
     end = tl.load(first_child + own + 1)
@@ -103,7 +121,7 @@ def children_kernel(
         valid = child < end
         gain = tl.load(logits + row * num_codes + tl.load(code + child, mask=valid, other=0), mask=valid, other=DEAD)
         if FILTERED:
-            valid &= _is_allowed(child, request, keys, allow, num_keys, stride, valid, KEY_STEPS)
+            valid &= _is_allowed(child, nodes, listed_from, listed_to, only, valid)
         gain = tl.where(valid, gain.to(tl.float32), DEAD)
         higher = tl.maximum(top, gain)
         scale = tl.where(top == DEAD, 0.0, tl.exp(top - higher))
@@ -117,10 +135,10 @@ def children_kernel(
 
 @triton.jit(do_not_specialize=["num_beams", "num_steps", "num_codes", "num_splits"])
 def select_kernel(
-    logits, normalizer, score, code, offsets, order, begins, keys, allow, num_keys, stride, partial,
+    logits, normalizer, score, code, offsets, order, begins, nodes, ends, allow, partial,
     num_beams, num_steps, num_codes, num_splits,
     LOG: tl.constexpr, HELD: tl.constexpr, KEEP_LOG: tl.constexpr, KEEP_HELD: tl.constexpr,
-    SLOT_BITS: tl.constexpr, FILTERED: tl.constexpr, KEY_STEPS: tl.constexpr, EARLY: tl.constexpr,
+    SLOT_BITS: tl.constexpr, FILTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (request, split): of every num_splits-th block of 2^LOG candidates the best 2^KEEP_LOG, falling -> partial
     [R, splits, KEEP]."""
@@ -129,6 +147,7 @@ def select_kernel(
     KEEP: tl.constexpr = 1 << KEEP_LOG
     request = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
+    listed_from, listed_to, only = _listed_of(request, ends, allow, FILTERED)
     offsets += request * (num_beams + 1)
     order += request * num_beams
     begins += request * num_beams
@@ -153,7 +172,7 @@ def select_kernel(
         tl.debug_barrier()
         gain = tl.load(logits + row * num_codes + token).to(tl.float32)
         if FILTERED:
-            valid &= _is_allowed(child, request, keys, allow, num_keys, stride, valid, KEY_STEPS)
+            valid &= _is_allowed(child, nodes, listed_from, listed_to, only, valid)
         tl.debug_barrier()
         value = own + (gain - lse)
         bits = value.to(tl.int32, bitcast=True).to(tl.int64)

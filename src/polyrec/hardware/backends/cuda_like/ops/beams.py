@@ -43,11 +43,9 @@ def beam_step(
         return torch_beam_step(logits, normalizer, beams, trie, node_filter, widths, width)
     search, early, device = kernels("search"), kernels("early").early(), logits.device
     logits, score, node = logits.contiguous(), beams.score.float().contiguous(), beams.node.contiguous()
-    if node_filter is None:
-        listed, filtered = (node, node, 0, 0), {"FILTERED": False, "KEY_STEPS": 0}
-    else:
-        listed = (node_filter.keys, node_filter.allow, len(node_filter.keys), node_filter.stride)
-        filtered = {"FILTERED": True, "KEY_STEPS": len(node_filter.keys).bit_length()}
+    some = node_filter
+    listed = (node, node, node) if some is None else (some.nodes, some.ends, some.allow)
+    filtered = {"FILTERED": some is not None}
     offsets = torch.empty((requests, num_beams + 1), dtype=torch.int32, device=device)
     order = torch.empty((requests, num_beams), dtype=torch.int32, device=device)
     begins = torch.empty((requests, num_beams), dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....ops.search import DEAD, REFERENCE_SEARCH_OPS, Beams, NodeFilter, TrieArrays
+from ....ops.search import DEAD, REFERENCE_SEARCH_OPS, Beams, NodeFilter, TrieArrays, is_allowed
 
 _NONE = torch.iinfo(torch.int64).min
 
@@ -34,7 +34,8 @@ def beam_step(
     child = torch.where(live, start[..., None] + slot, 0)
     gain = logits.gather(-1, torch.where(live, trie.code[child], 0)).float()
     if node_filter is not None:
-        live = live & _allowed(child, node_filter)
+        request = torch.arange(len(child), device=device)[:, None, None]
+        live = live & is_allowed(child, request, node_filter, len(trie.code))
     lse = _children_normalizer(gain, live) if normalizer is None else normalizer.float()
     score = beams.score.float()[..., None] + (gain - lse[..., None])
     key = torch.where(live, (_ordered_bits(score) << 32) | (0xFFFFFFFF - child), _NONE).flatten(1)
@@ -47,17 +48,6 @@ def beam_step(
         node=torch.where(kept, 0xFFFFFFFF - (best & 0xFFFFFFFF), 0),
         parent=torch.where(kept, place // num_codes, 0),
     )
-
-
-def _allowed(child: Tensor, node_filter: NodeFilter) -> Tensor:
-    """bool [R, W, C], by binary search in the sorted keys."""
-    allow = node_filter.allow[:, None, None]
-    if len(node_filter.keys) == 0:
-        return ~allow
-    request = torch.arange(len(child), device=child.device)[:, None, None]
-    key = request * node_filter.stride + child
-    place = torch.searchsorted(node_filter.keys, key).clamp_max(len(node_filter.keys) - 1)
-    return (node_filter.keys[place] == key) == allow
 
 
 def _children_normalizer(gain: Tensor, live: Tensor) -> Tensor:
