@@ -112,12 +112,13 @@ def stages(folder: Path) -> list[dict[str, Any]]:
     from polyrec.server.schema import encode_answer, parse_recommend
 
     contents = read_folder(folder)
-    front = Front.of_folder(contents, EngineFacts("level", 40_000, 30_000, contents.catalog.trie.num_leaves))
+    facts = EngineFacts("level", 40_000, 30_000, contents.catalog.trie.num_leaves, device="none")
+    front = Front.of_folder(contents, facts)
     rng = np.random.default_rng(0)
     rows = []
     for items, n, cold in [(items, n, cold) for items, n, _ in (*SHAPES, LONE_SHAPES[-1]) for cold in (False, True)]:
         bodies = bodies_of(items, n, 60 if cold else 200, 1)
-        requests = [parse_recommend(body, 1024) for body in bodies]
+        requests = [parse_recommend(body, 1024)[0] for body in bodies]
         prepared = [front.prepare(request) for request in requests]
         found = [
             SearchResult(rng.choice(NUM_ITEMS, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies
@@ -176,7 +177,8 @@ class StandIn:
     def __init__(self, engine: Any, device_ms: float) -> None:
         import torch
 
-        self.config, self.trie, self.memory, self.num_replays = engine.config, engine.trie, engine.memory, 0
+        self.config, self.trie, self.memory = engine.config, engine.trie, engine.memory
+        self.num_replays = self.num_unrecorded = self.graph_bytes = 0
         self._waiting: list[tuple[Any, Callable[[Any], None]]] = []
         self._device = device_ms / 1000
         self._free_at = 0.0

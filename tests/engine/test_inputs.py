@@ -17,7 +17,7 @@ from polyrec.hardware.base.config import HardwareConfig
 from polyrec.hardware.ops.search import NodeFilter
 from polyrec.kvcache.prefix import Held
 
-PLACES, TOKENS, NODES, LONGEST, PAGE = 4, 64, 20, 48, 8
+PLACES, TOKENS, NODES, LONGEST, PAGE = 4, 64, 20, 56, 8  # an odd number of pages
 
 
 @pytest.fixture
@@ -53,16 +53,19 @@ def test_each_batch_leaves_nothing_to_the_next(inputs):
     rng = np.random.default_rng(0)
     for _ in range(200):
         batch, parts = random_batch(rng)
-        tokens = int(rng.choice([0, TOKENS]))
-        before = inputs.token_ids.clone()
+        num = len(batch.tokens)
+        tokens = int(rng.choice([0, num, TOKENS]))
+        before = inputs.token_ids(TOKENS).clone()
         inputs.fill(batch, tokens)
         inputs.launched()
         *heads, pages, packed = expected_numbers(parts)
         for found, wanted in zip((inputs.lengths, inputs.cached, inputs.widths), heads, strict=True):
             assert found.tolist() == wanted.tolist()
-        assert inputs.table.pages.tolist() == pages.tolist()
-        wanted_tokens = torch.from_numpy(packed) if tokens else before[: len(packed)]
-        assert torch.equal(inputs.token_ids[: len(packed)], wanted_tokens)
+        assert inputs.table.pages[:, : LONGEST // PAGE].tolist() == pages.tolist()
+        assert not inputs.table.pages[:, LONGEST // PAGE :].any()
+        assert torch.equal(inputs.token_ids(tokens)[:num], torch.from_numpy(packed[: tokens and num]))
+        unread = TOKENS - tokens
+        assert torch.equal(inputs.token_ids(TOKENS)[:unread], before[:unread])
 
 
 def test_filters_come_and_go(inputs):
@@ -113,9 +116,10 @@ def test_a_rehearsal_writes_beside_what_runs(inputs):
     inputs.fill(batch, TOKENS)
     inputs.launched()
     before = [
-        part.clone() for part in (inputs.lengths, inputs.cached, inputs.widths, inputs.table.pages, inputs.token_ids)
+        part.clone()
+        for part in (inputs.lengths, inputs.cached, inputs.widths, inputs.table.pages, inputs.token_ids(TOKENS))
     ]
     for _ in range(5):
         inputs.rehearse(random_batch(rng)[0], TOKENS)
-    after = inputs.lengths, inputs.cached, inputs.widths, inputs.table.pages, inputs.token_ids
+    after = inputs.lengths, inputs.cached, inputs.widths, inputs.table.pages, inputs.token_ids(TOKENS)
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

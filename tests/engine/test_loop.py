@@ -299,8 +299,10 @@ class Brings:
         self.loop, self.told, self.stays_awake = loop, [], stays_awake
         self.searches, self.woken, self.waits = [], threading.Event(), threading.Event()
 
-    def wait(self, seconds, is_work_here, was_alone):
-        self.told.append(("wait", was_alone))
+    def wait(self, seconds, is_work_here, after_lone):
+        self.told.append(("wait", after_lone is not None))
+        if after_lone is not None and self.stays_awake:
+            after_lone()
         self.waits.set()
         if not is_work_here():
             self.woken.wait(WAIT_S)
@@ -351,7 +353,7 @@ def test_before_it_works_a_loop_lets_others_read(recommender):
     recommender.engine.step = lambda intake: told.append("step") or step(intake)
 
     class LastMoment(Brings):
-        def wait(self, seconds, is_work_here, was_alone):
+        def wait(self, seconds, is_work_here, after_lone):
             told.append("wait")
             match told.count("wait"):
                 case 1:
@@ -414,12 +416,15 @@ def test_the_thread_does_not_sleep_while_the_device_works_for_one_request(recomm
     outside.searches = [recommender.prepare(ask(row)).search for row in range(1, num + 1)]
     outside.wake()
     loop.start()
-    while len([each for each in outside.told if isinstance(each, Future) and each.done()]) < num:
+    is_lone = num == 1
+    while ("wait", is_lone) not in outside.told[1:]:  # which follows the answer
         assert loop.is_alive
+    assert [each.done() for each in outside.told if isinstance(each, Future)] == [True] * num
     assert loop.drain(WAIT_S)
     expected = [
-        *(["rehearse", "awake"] if stays_awake and num == 1 else [("asleep", 0.001)]),
+        *(["rehearse", "awake"] if stays_awake and is_lone else [("asleep", 0.001)]),
         ("asleep", 0.002),
+        *(["rehearse"] if stays_awake and is_lone else []),
     ]
     assert told == expected
     rehearsed = [each[1:] for each in outside.told if isinstance(each, tuple) and each[0] == "rehearse"]

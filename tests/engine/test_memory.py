@@ -595,7 +595,7 @@ def test_clients_that_ask_again_come_to_leave_no_place_empty(busy):
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_rehearsal_leaves_no_trace(parts, monkeypatch, recorded):
-    """In every look of the intake; with filters, which it leaves out, and when nothing is waited for."""
+    """In every look of the intake, and behind the answer; with filters, which it leaves out, and before the first request."""
     engine, rng, found, played = make_engine(parts, recorded), np.random.default_rng(5), [], []
     device, put, batches = Device(engine, monkeypatch), Stage.put, []
     monkeypatch.setattr(Stage, "put", lambda *given, **more: batches.append(1) or put(*given, **more))
@@ -603,20 +603,24 @@ def test_a_rehearsal_leaves_no_trace(parts, monkeypatch, recorded):
     requests = [request(tokens) for tokens in [*prompts, *prompts]]
     filtered = dataclasses.replace(requests[0], excluded=np.array([0, 3]))
     expected = alone(parts, [*requests, filtered])
-    engine.rehearse()
+    assert engine.rehearse() == []
 
-    def intake(seconds):
+    def rehearse():
         before = engine.memory.prefixes.stats, engine.memory.prefixes.num_free, engine.num_waiting
         inputs = engine._runner._inputs._numbers.clone() if recorded else None
         played.extend((asked is waited.request, len(found.leaves)) for asked, found in engine.rehearse())
         assert (engine.memory.prefixes.stats, engine.memory.prefixes.num_free, engine.num_waiting) == before
         assert inputs is None or torch.equal(engine._runner._inputs._numbers, inputs)
+
+    def intake(seconds):
+        rehearse()
         device.wait(seconds)
 
     for asked in [*requests, filtered]:
         engine.submit(asked, found.append)
         waited = engine._waiting[0]
         assert engine.step(intake) == 1
+        rehearse()
     expect_same(found, expected)
     assert set(played) == {(True, 4)}
     assert len(batches) > len(found) if recorded else not batches

@@ -115,6 +115,7 @@ class Engine:
         self._waiting: list[Waiting] = []
         self._in_flight: InFlight | None = None
         self._awaited: InFlight | None = None  # whose end `step` waits for
+        self._answered: InFlight | None = None  # the last, once it is answered
 
     @property
     def num_waiting(self) -> int:
@@ -192,6 +193,7 @@ class Engine:
             self._release(current.held)
         for waiting, result in zip(current.chosen, results, strict=True):
             waiting.done(result)
+        self._answered = current
         return len(current.chosen)
 
     @property
@@ -201,12 +203,13 @@ class Engine:
         return current is None or current.finished.query()
 
     def rehearse(self) -> list[tuple[SearchRequest, SearchResult]]:
-        """For an intake that neither sleeps nor has anything to do: goes through the host's work on what `step` waits for once
-        more, and leaves no trace. A core that waits for some milliseconds forgets code and tables, and does what comes next,
-        the answer and another request, at half its pace or less. Filters, which take longer, are not gone through.
+        """For a thread that neither sleeps nor has anything to do: goes through the host's work on what `step` waits for, or on
+        what it answered last, once more, and leaves no trace. A core that waits for some milliseconds forgets code and tables,
+        and does what comes next, the answer and another request, at half its pace or less. Filters, which take longer, are not
+        gone through.
 
         Returns those requests, each with a result of its size, whose values are whatever they are by now."""
-        current = self._awaited
+        current = self._awaited or self._answered
         if current is None:
             return []
         asked, now = [waiting.request for waiting in current.chosen], time.monotonic()

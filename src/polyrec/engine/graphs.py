@@ -259,7 +259,7 @@ class GraphRunner:
 
         def run() -> None:  # the layout is made anew: what it derives from lengths belongs to the recording
             layout = PackedLayout(inputs.lengths, tokens, tokens, table=table, host_plan=host_plan)
-            prompts = Prompts(inputs.token_ids[:tokens], layout)
+            prompts = Prompts(inputs.token_ids(tokens), layout)
             self._hidden.copy_(self._searcher.prefill(prompts, self._backend.graph.split))
 
         return RecordedPrefill(self._capture(run, shape), tokens, host_plan)

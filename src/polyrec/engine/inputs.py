@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ HEADS = 5  # lengths, cached tokens, widths, ends of filters, and whether these 
 class BatchInputs:
     """What recorded graphs read of a batch, on the device: filled by one copy, from one thread, in the stream that replays.
 
-    lengths, cached, widths: int64 [places]. table: all prompts'. token_ids: int64 [most tokens of a recorded prefill].
+    lengths, cached, widths: int64 [places]. table: all prompts'. num_tokens: of the largest recorded prefill.
     filter_nodes: room for what filters list.
     """
 
@@ -30,20 +32,25 @@ class BatchInputs:
         runtime: Runtime,
         device: torch.device,
     ) -> None:
-        shape = places, -(-max_prompt // page_size), num_tokens
-        self._numbers = torch.zeros(tokens_at(*shape[:2]) + num_tokens, dtype=torch.int64, device=device)
-        heads, pages, self.token_ids = input_parts(self._numbers, *shape)
+        shape = InputShape(places, -(-max_prompt // page_size), num_tokens)
+        self._numbers = torch.zeros(shape.size, dtype=torch.int64, device=device)
+        self._token_ids, heads, pages = shape.parts(self._numbers)
         self.lengths, self.cached, self.widths, self._ends, self._allow = heads
         self._nodes = torch.zeros(filter_nodes, dtype=torch.int64, device=device)
         self.table = PageTable(pages, page_size, max_prompt, self.cached)
         self._runtime = runtime
         self._stages = [
-            Stage(runtime, *shape, self._numbers) for _ in range(2)
+            Stage(runtime, shape, self._numbers) for _ in range(2)
         ]  # of the batch that runs, and of the next
         self._turn = 0
+        self._places = 0  # of the last batch's requests; nothing is there beyond them
         # Where rehearsals leave what they copy, beside what runs.
         self._aside = runtime.stream()
-        self._rehearsed = Stage(runtime, *shape, torch.zeros_like(self._numbers))
+        self._rehearsed = Stage(runtime, shape, torch.zeros_like(self._numbers))
+
+    def token_ids(self, tokens: int) -> Tensor:
+        """int64 [tokens], of the recorded prefill of so many."""
+        return self._token_ids[len(self._token_ids) - tokens :]
 
     def node_filter(self, requests: int) -> NodeFilter:
         """Of the first `requests` places."""
@@ -56,8 +63,9 @@ class BatchInputs:
             self._nodes[: len(nodes)].copy_(self._runtime.pin(nodes), non_blocking=True)
         stage = self._stages[self._turn]
         stage.copied.synchronize()
-        stage.put(batch, tokens=tokens > 0)
-        stage.copy(tokens)
+        stage.put(batch, tokens)
+        stage.copy(tokens, max(batch.num_requests, self._places))
+        self._places = batch.num_requests
 
     def launched(self) -> None:
         """Whatever reads the batch is queued. The event that lets its stage be filled again is recorded here, where nobody
@@ -69,14 +77,41 @@ class BatchInputs:
         """As `fill` and `launched`, into memory that nobody reads, beside what the device does."""
         stage = self._rehearsed
         stage.copied.synchronize()
-        stage.put(batch, tokens=tokens > 0)
+        stage.put(batch, tokens)
         with self._runtime.use_stream(self._aside):
-            stage.copy(tokens)
+            stage.copy(tokens, batch.num_requests)
             stage.copied.record(self._aside)
 
     def clear(self) -> None:
         """For a recording: what it computes must reach no prompt's pages, and page 0 takes it."""
         self._numbers.zero_()
+
+
+class InputShape(NamedTuple):
+    """How a batch's inputs lie in one array of numbers: token ids, those of smaller prefills at their end; HEADS numbers a
+    place; the places' pages, two of which take one number's room. So what a batch needs of it is one stretch: its prefill's
+    token ids, all heads, and the pages of its requests."""
+
+    places: int
+    columns: int
+    num_tokens: int
+
+    @property
+    def size(self) -> int:
+        return self.num_tokens + HEADS * self.places + self.places * self._page_numbers
+
+    def stretch(self, tokens: int, places: int) -> slice:
+        """What a prefill of so many tokens, and the search behind it, read for so many requests."""
+        return slice(self.num_tokens - tokens, self.size - (self.places - places) * self._page_numbers)
+
+    def parts(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids int64 [num_tokens], heads int64 [HEADS, places], and pages int32 [places, columns or one more]."""
+        tokens, heads, pages = numbers.split((self.num_tokens, HEADS * self.places, self.places * self._page_numbers))
+        return tokens, heads.view(HEADS, self.places), pages.view(torch.int32).view(self.places, -1)
+
+    @property
+    def _page_numbers(self) -> int:
+        return -(-self.columns // 2)
 
 
 class Stage:
@@ -86,18 +121,18 @@ class Stage:
     Views are made once: made anew, they cost a lone request more than what is done with them.
     """
 
-    def __init__(self, runtime: Runtime, places: int, columns: int, num_tokens: int, target: Tensor) -> None:
-        self._tokens_at, self._target = tokens_at(places, columns), target
-        self._numbers = runtime.pin(torch.zeros(self._tokens_at + num_tokens, dtype=torch.int64))
+    def __init__(self, runtime: Runtime, shape: InputShape, target: Tensor) -> None:
+        self._shape, self._target = shape, target
+        self._numbers = runtime.pin(torch.zeros(shape.size, dtype=torch.int64))
         self.copied = runtime.event()
-        parts = input_parts(self._numbers, places, columns, num_tokens)
-        self._heads, self._pages, self._token_ids = (part.numpy() for part in parts)
+        self._token_ids, self._heads, self._pages = (part.numpy() for part in shape.parts(self._numbers))
         self._used = 0, 0  # requests and columns of pages that are not zero
         self._filters = False  # whether what says so is not zero
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def put(self, batch: Batch, *, tokens: bool) -> None:
-        """Puts a batch here, with zeros in the places that it leaves. tokens: token ids too."""
+    def put(self, batch: Batch, tokens: int) -> None:
+        """Puts a batch here, with zeros in the places that it leaves. tokens: of the prefill that reads its token ids; 0: none
+        does."""
         requests, columns = batch.pages.shape
         last_requests, last_columns = self._used
         if requests < last_requests:
@@ -110,7 +145,8 @@ class Stage:
         self._pages[:requests, :columns] = batch.pages
         self._used = requests, columns
         if tokens:
-            self._token_ids[: len(batch.tokens)] = batch.tokens
+            first = self._shape.num_tokens - tokens
+            self._token_ids[first : first + len(batch.tokens)] = batch.tokens
 
     def _put_filter(self, node_filter: NodeFilter | None, requests: int) -> None:
         self._filters = node_filter is not None
@@ -120,22 +156,10 @@ class Stage:
             self._heads[3, :requests], self._heads[3, requests:] = ends, ends[-1]
             self._heads[4, :requests] = node_filter.allow.numpy()
 
-    def copy(self, tokens: int) -> None:
-        """Queues the copy of all but token ids, and of so many of these."""
-        views = self._copies.get(tokens)
+    def copy(self, tokens: int, places: int) -> None:
+        """Queues the copy of a prefill's token ids, of all heads, and of so many places' pages."""
+        views = self._copies.get((tokens, places))
         if views is None:
-            used = self._tokens_at + tokens
-            views = self._copies[tokens] = self._target[:used], self._numbers[:used]
+            used = self._shape.stretch(tokens, places)
+            views = self._copies[tokens, places] = self._target[used], self._numbers[used]
         views[0].copy_(views[1], non_blocking=True)
-
-
-def tokens_at(places: int, columns: int) -> int:
-    """Where token ids begin among a batch's numbers: behind HEADS a place, and its pages, two of which take one's room."""
-    return HEADS * places + -(-places * columns // 2)
-
-
-def input_parts(numbers: Tensor, places: int, columns: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int64 [HEADS, places], int32 [places, columns] and int64 [num_tokens], where they lie among the numbers."""
-    at = tokens_at(places, columns)
-    pages = numbers[HEADS * places : at].view(torch.int32)[: places * columns]
-    return numbers[: HEADS * places].view(HEADS, places), pages.view(places, columns), numbers[at : at + num_tokens]

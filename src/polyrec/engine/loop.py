@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..core.awake import ANSWER_S, stay_awake
@@ -39,8 +40,9 @@ class Outside(Protocol):
         """Whether the thread may keep a core busy while the device works for one request only."""
         ...
 
-    def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
-        """Queues what comes until there is work, or for `seconds`. was_alone: the last batch was one request."""
+    def wait(self, seconds: float, is_work_here: Callable[[], bool], after_lone: Callable[[], None] | None) -> None:
+        """Queues what comes until there is work, or for `seconds`. after_lone: not None where the last batch was one request;
+        called once, if the thread stays awake then, before it looks."""
 
     def leave(self) -> None:
         """The thread has something to do, or ends: until it waits again, others must look for what comes."""
@@ -191,7 +193,9 @@ class EngineLoop:
         if (outside := self._outside) is None:
             return self._collect(_IDLE_WAIT_S)
         if self._queue.empty():
-            outside.wait(_IDLE_WAIT_S, self._is_work_here, self._was_alone)
+            after_lone = partial(self._rehearse, outside) if self._was_alone else None
+            self._was_alone = False
+            outside.wait(_IDLE_WAIT_S, self._is_work_here, after_lone)
         return self._collect(None)
 
     def _is_work_here(self) -> bool:

@@ -136,12 +136,15 @@ class Lines:
 
     # The engine's thread.
 
-    def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
+    def wait(self, seconds: float, is_work_here: Callable[[], bool], after_lone: Callable[[], None] | None) -> None:
         """Takes the messages that come until there is work, or for `seconds`, and goes on reading them alone until `leave`.
-        was_alone: the last batch was a lone request, and another may follow at once."""
+        after_lone: of a lone request, which another may follow at once: `Outside.wait`."""
         if not self._engine_reads:
             self._hand_over(True)
-            self._awake_until = time.monotonic() + NEXT_S if self.stays_awake and was_alone else 0.0
+            self._awake_until = 0.0
+            if self.stays_awake and after_lone is not None:
+                self._awake_until = time.monotonic() + NEXT_S
+                after_lone()  # while its client has the answer, and asks again
         if not is_work_here():  # from now on `wake` is heard
             found = self._engines.poll(0)
             while not found and time.monotonic() < self._awake_until:

@@ -238,11 +238,11 @@ class WorkerPool:
         """By the machine."""
         return self._start.stays_awake
 
-    def wait(self, seconds: float, is_work_here: Callable[[], bool], was_alone: bool) -> None:
+    def wait(self, seconds: float, is_work_here: Callable[[], bool], after_lone: Callable[[], None] | None) -> None:
         """Takes workers' messages, in the engine's thread."""
         assert self._lines is not None
         self._engine_thread = threading.get_ident()
-        self._lines.wait(seconds, is_work_here, was_alone)
+        self._lines.wait(seconds, is_work_here, after_lone)
 
     def leave(self) -> None:
         """The event loop takes them again."""
