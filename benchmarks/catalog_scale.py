@@ -25,6 +25,8 @@ os.environ.setdefault("POLARS_MAX_THREADS", "1")  # "on one core" is meant
 import numpy as np
 from facts import origin
 
+from polyrec.sid.catalog import MAPPED_FROM
+
 CODEBOOKS = (8192, 8192, 8192)
 
 
@@ -35,6 +37,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON to write")
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)  # what a fresh process does
     args = parser.parse_args()
+    if min(args.items) < MAPPED_FROM:
+        parser.error(f"catalogs of fewer than {MAPPED_FROM:,} items are not mapped, so there is nothing to measure")
     if args.part:
         print(json.dumps(PARTS[args.part](args.work / "catalog.parquet", args.items[0])))
         return 0

@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short runs, nothing written")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="values of --http-workers")
     parser.add_argument("--device", choices=["h200", "none", "both"], default="h200", help="device time of a batch")
+    parser.add_argument("--num-items", type=int, default=NUM_ITEMS, help="items of the catalog")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "http_overhead.json")
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "OPTIONS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -64,7 +65,7 @@ def main() -> None:
     facts = origin("http_overhead.py", packages=("torch", "numpy", "fastapi", "uvicorn", "pydantic"))
     seconds = 2.0 if args.quick else 5.0
     with tempfile.TemporaryDirectory() as name:
-        folder = make_folder(Path(name))
+        folder = make_folder(Path(name), args.num_items)
         result = {"origin": facts, "stages_us": stages(folder), "served": [], "lone": []}
         for stage in result["stages_us"]:
             print(stage)
@@ -72,30 +73,30 @@ def main() -> None:
         for workers in args.workers:
             for items, n, device_ms in SHAPES:
                 for with_device in devices:
-                    row = measure(folder, workers, items, n, device_ms if with_device else 0.0, seconds)
+                    row = measure(folder, args.num_items, workers, items, n, device_ms if with_device else 0.0, seconds)
                     result["served"].append(row)
                     print(row)
             for items, n, device_ms in LONE_SHAPES:
                 for awake in (False, True) if workers else (False,):
-                    row = measure(folder, workers, items, n, device_ms, seconds, clients=1, awake=awake)
+                    row = measure(folder, args.num_items, workers, items, n, device_ms, seconds, clients=1, awake=awake)
                     result["lone"].append(row)
                     print(row)
     if not args.quick:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def make_folder(folder: Path) -> Path:
+def make_folder(folder: Path, num_items: int = NUM_ITEMS) -> Path:
     """A model folder whose weights are tiny and whose catalog is large."""
     from polyrec.bench import make_model
     from polyrec.hardware import HardwareConfig, get_hardware_backend
 
-    make_model.SHAPES["http"] = make_model.ModelShape(32, 64, 1, 4, 2, 8, 100, CODEBOOKS, NUM_ITEMS)
+    make_model.SHAPES["http"] = make_model.ModelShape(32, 64, 1, 4, 2, 8, 100, CODEBOOKS, num_items)
     make_model.make_model(folder, "http", get_hardware_backend(HardwareConfig(hardware_platform="cpu")))
     return folder
 
 
-def bodies_of(items: int, n: int, num: int, seed: int) -> list[bytes]:
-    rows = np.random.default_rng(seed).integers(0, NUM_ITEMS, (num, items))
+def bodies_of(num_items: int, items: int, n: int, num: int, seed: int) -> list[bytes]:
+    rows = np.random.default_rng(seed).integers(0, num_items, (num, items))
     return [json.dumps({"history": [f"item-{row}" for row in line], "n": n}).encode() for line in rows.tolist()]
 
 
@@ -112,16 +113,17 @@ def stages(folder: Path) -> list[dict[str, Any]]:
     from polyrec.server.schema import encode_answer, parse_recommend
 
     contents = read_folder(folder)
+    num_items = len(contents.catalog)
     facts = EngineFacts("level", 40_000, 30_000, contents.catalog.trie.num_leaves, device="none")
     front = Front.of_folder(contents, facts)
     rng = np.random.default_rng(0)
     rows = []
     for items, n, cold in [(items, n, cold) for items, n, _ in (*SHAPES, LONE_SHAPES[-1]) for cold in (False, True)]:
-        bodies = bodies_of(items, n, 60 if cold else 200, 1)
+        bodies = bodies_of(num_items, items, n, 60 if cold else 200, 1)
         requests = [parse_recommend(body, 1024)[0] for body in bodies]
         prepared = [front.prepare(request) for request in requests]
         found = [
-            SearchResult(rng.choice(NUM_ITEMS, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies
+            SearchResult(rng.choice(num_items, n, replace=False), -np.sort(rng.random(n, np.float32))) for _ in bodies
         ]
         answers = [front.finish_as_cards(*both) for both in zip(prepared, found, strict=True)]
 
@@ -220,7 +222,7 @@ class StandIn:
         from polyrec.engine.searches import SearchResult
 
         for request, done in batch:
-            leaves = self._rng.integers(0, NUM_ITEMS - request.n) + np.arange(request.n)
+            leaves = self._rng.integers(0, self.trie.num_leaves - request.n) + np.arange(request.n)
             done(SearchResult(leaves, -np.sort(self._rng.random(request.n, np.float32))))
         return len(batch)
 
@@ -277,6 +279,7 @@ def serve(folder: Path, options: dict[str, Any]) -> None:
 
 def measure(
     folder: Path,
+    num_items: int,
     workers: int,
     items: int,
     n: int,
@@ -285,7 +288,7 @@ def measure(
     clients: int = CLIENTS,
     awake: bool = False,
 ) -> dict[str, Any]:
-    """One server, one load."""
+    """One server, one load. num_items: of the folder's catalog."""
     report = folder / "report.json"
     settings = {"port": 0, "max_batch": MAX_BATCH, "num_threads": 1, "hardware": {"hardware_platform": "cpu"}}
     if workers:
@@ -297,9 +300,9 @@ def measure(
     assert server.stdout is not None
     url = json.loads(server.stdout.readline())["url"]
     assert json.loads(server.stdout.readline())["stage"] == "ready"
-    load(url, items, n, 0.5, clients)  # warms up
+    load(url, num_items, items, n, 0.5, clients)  # warms up
     before = cpu_seconds(server.pid)
-    found = load(url, items, n, seconds, clients)
+    found = load(url, num_items, items, n, seconds, clients)
     after = cpu_seconds(server.pid)
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
@@ -349,20 +352,20 @@ def cpu_seconds(root: int) -> dict[int, float]:
 # Clients: as little work as can be, since on a small machine they share the server's cores.
 
 
-def load(url: str, items: int, n: int, seconds: float, clients: int) -> list[float]:
+def load(url: str, num_items: int, items: int, n: int, seconds: float, clients: int) -> list[float]:
     """Latencies in seconds of the requests answered by clients that ask again at once."""
     context = multiprocessing.get_context("spawn")
     processes = min(CLIENT_PROCESSES, clients)
     with context.Pool(processes) as pool:
-        jobs = [(url, items, n, seconds, seed, clients // processes) for seed in range(processes)]
+        jobs = [(url, num_items, items, n, seconds, seed, clients // processes) for seed in range(processes)]
         return [latency for part in pool.map(ask_all, jobs) for latency in part]
 
 
-def ask_all(job: tuple[str, int, int, float, int, int]) -> list[float]:
+def ask_all(job: tuple[str, int, int, int, float, int, int]) -> list[float]:
     """One client process: a thread a client, and plain sockets."""
-    url, items, n, seconds, seed, clients = job
+    url, num_items, items, n, seconds, seed, clients = job
     address = (urlsplit(url).hostname, urlsplit(url).port)
-    bodies = bodies_of(items, n, 64, seed)
+    bodies = bodies_of(num_items, items, n, 64, seed)
     head = "POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     messages = [head.format(len(body)).encode() + body for body in bodies]
     latencies: list[float] = []
