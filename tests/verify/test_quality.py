@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polyrec.core.errors import ConfigError
+from polyrec.engine import recommender
 from polyrec.hardware import get_hardware_backend
 from polyrec.models.checkpoint import hf_views, load_model
 from polyrec.models.options import ModelOptions
@@ -61,6 +62,13 @@ def test_quantising_a_model_keeps_its_beams(plain):
     assert row.measures["ndcg_kept"] == pytest.approx(row.measures["ndcg_fp8"])
     assert row.to_dict()["passed"]
     assert fp8_row(plain, BACKEND, users=40) == row
+
+
+def test_each_model_is_held_against_the_device_before_its_weights_are_read(plain, monkeypatch):
+    seen = []
+    monkeypatch.setattr(recommender, "check_fits", lambda model, **more: seen.append(model.head_weight.is_meta))
+    fp8_row(plain, BACKEND, users=2)
+    assert seen == [True, True]
 
 
 def test_a_quantised_checkpoint_is_held_against_the_plain_one(plain, fp8):

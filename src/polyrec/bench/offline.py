@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,11 +16,9 @@ from ..engine.engine import EngineConfig
 from ..engine.folder import read_folder
 from ..engine.front import Prepared
 from ..engine.graphs import graph_sizes
-from ..engine.memory import check_fits
-from ..engine.recommender import Recommender
+from ..engine.recommender import Recommender, load_decoder
 from ..engine.searches import SearchResult
 from ..hardware.base.backend import HardwareBackend
-from ..models.checkpoint import load_model
 from ..models.options import ModelOptions
 from ..models.spec import Decoder
 from .cases import Case, Target, fault_of, fresh_seed
@@ -46,8 +43,7 @@ def load(
     values = {"limits": limits, "model": options, "graphs": graphs.model_dump()}
     config = make_settings(EngineConfig, with_settings(values, settings), "--set")
     contents = read_folder(target.path)
-    check = functools.partial(check_fits, backend=backend, config=config.kv, depth=contents.layout.depth)
-    model = load_model(target.path, backend, options=config.model, before_weights=check)
+    model = load_decoder(target.path, contents, backend, config)
     return Recommender(model, contents, backend, config), model
 
 

@@ -47,6 +47,13 @@ def choose_backend(backend: HardwareBackend | None, flags: Mapping[str, Any]) ->
     return backend
 
 
+def load_decoder(path: str | Path, contents: ModelFolder, backend: HardwareBackend, config: EngineConfig) -> Decoder:
+    """A checkpoint for an engine of that configuration, which is refused before its weights are read where they and one longest
+    prompt do not fit the device. Errors: those of `check_fits` and `load_model`."""
+    check = functools.partial(check_fits, backend=backend, config=config.kv, depth=contents.layout.depth)
+    return load_model(path, backend, options=config.model, before_weights=check)
+
+
 class Recommender:
     """A trained model with its catalog, ready to answer. Calls from several threads are served one after another."""
 
@@ -130,8 +137,7 @@ class Recommender:
         options = config.model.model_dump() | {name: value for name, value in own.items() if value is not None}
         config = config.model_copy(update={"model": make_settings(ModelOptions, options, "the model's options")})
         contents = read_folder(folder, catalog)
-        check = functools.partial(check_fits, backend=backend, config=config.kv, depth=contents.layout.depth)
-        return cls(load_model(folder, backend, options=config.model, before_weights=check), contents, backend, config)
+        return cls(load_decoder(folder, contents, backend, config), contents, backend, config)
 
     @property
     def max_prompt_tokens(self) -> int:

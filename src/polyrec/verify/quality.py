@@ -17,12 +17,12 @@ from ..data.histories import EvalSet, eval_set
 from ..data.interactions import load_histories
 from ..engine.engine import EngineConfig
 from ..engine.folder import ModelFolder, read_folder
-from ..engine.recommender import Recommender
+from ..engine.recommender import Recommender, load_decoder
 from ..evaluation.metrics import per_user_metrics
 from ..evaluation.run import draw_users
 from ..hardware import HardwareBackend
 from ..hardware.table import dtype_name
-from ..models.checkpoint import load_model, read_config
+from ..models.checkpoint import read_config
 from ..models.options import ModelOptions
 from ..models.quantization import stored_form
 from ..sid.catalog import Catalog
@@ -64,9 +64,9 @@ def fp8_row(
     width = min(BEAM_SET, len(contents.catalog))
 
     def ranked(source: Path, quantization: str) -> tuple[np.ndarray, str]:
-        own = options.model_copy(update={"quantization": quantization})
-        model = load_model(source, backend, options=own)
-        recommender = Recommender(model, contents, backend, EngineConfig(model=own))
+        config = EngineConfig(model=options.model_copy(update={"quantization": quantization}))
+        model = load_decoder(source, contents, backend, config)
+        recommender = Recommender(model, contents, backend, config)
         return recommender.rank_rows(asked, width, mask_seen=data is not None), dtype_name(model.head_weight.dtype)
 
     # One model after the other, so that no more memory is needed than for serving.
