@@ -175,7 +175,7 @@ def ended_after(seconds: float, stopped: threading.Event) -> Iterator[None]:
             "nothing synchronises",
         ),
         (
-            "search of 2 requests, 16 beams, filtered",
+            "search of 2 requests, 16 beams",
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
             "graph_memory_exceeded",
             "Lower --memory-fraction",
